@@ -96,6 +96,11 @@ class InstanceConfig(EngineOptions):
         return [*dict.fromkeys(group for place in self.places for group in place.attention_groups)]
 
     @property
+    def lenders(self) -> list[str]:
+        """The groups that compute a part of layers for its stages, each once."""
+        return [*dict.fromkeys(group for place in self.places for group in place.lenders)]
+
+    @property
     def ffn_groups(self) -> list[str]:
         """The groups that have the FFN of its stages."""
         return [place.ffn for place in self.places if place.ffn]
@@ -141,8 +146,8 @@ class ClusterConfig(Options):
 
     Attributes:
         ray: Address of the Ray cluster that finds hosts for groups; None if no group asks for it.
-        lent: In the part of one process, the number of devices of each attention group that is in
-            another process.
+        lent: In the part of one process, the number of devices of each attention or FFN group that
+            is in another process.
     """
 
     groups: Named[GroupConfig]
@@ -209,7 +214,7 @@ class ClusterConfig(Options):
     def load_format(self) -> str:
         """The ``load_format`` of all instances: see ``EngineOptions``.
 
-        A process with only attention groups loads no weights.
+        A process with only attention or FFN groups has no instance.
         """
         return next((i.load_format for i in self.instances.values()), "dummy")
 
@@ -218,9 +223,7 @@ class ClusterConfig(Options):
         own.
         """
         for name, instance in self.instances.items():
-            groups = {
-                g for place in instance.places for g in (place.group, *place.attention_groups)
-            }
+            groups = {g for place in instance.places for g in (place.group, *place.lenders)}
             homes = {group for group in groups if self.groups[group].is_apart}
             if len(groups) < 2 or not homes:
                 continue
@@ -238,7 +241,7 @@ class ClusterConfig(Options):
                 )
             stages = {*runs}
             # Attention groups may return alone if one process has all the stages.
-            alone = homes - stages if len(stages) == 1 else set()
+            alone = {*instance.attention_groups} if len(stages) == 1 else set()
             times = {group: self.groups[group].restart for group in sorted(homes - alone)}
             most = max(times, key=times.__getitem__)
             for group, restart in times.items():

@@ -83,11 +83,6 @@ def check_ffn_groups(
 
 def _check_group(name: str, groups: Mapping[str, GroupConfig]) -> None:
     """Refuse options of a group that do not go with FFN groups."""
-    if groups[name].is_apart:
-        raise JaxinferError(
-            f"groups.{name}: with ffn, both groups are in the loop's process: leave out process, "
-            "host and ray"
-        )
     for option in ("mesh", "emulate", "shares"):
         if getattr(groups[name], option) is not None:
             raise JaxinferError(f"groups.{name}.{option}: leave it out with ffn")

@@ -15,9 +15,9 @@ def processes_of(cluster: ClusterConfig, instance: str) -> tuple[str | None, ...
 
 
 def is_divided(cluster: ClusterConfig, instance: str) -> bool:
-    """Tell whether an instance's stages and attention groups are in several processes."""
+    """Tell whether an instance's stages, attention and FFN groups are in several processes."""
     # The part of one process does not contain those of others.
-    apart = [g for g in cluster.instances[instance].attention_groups if g in cluster.groups]
+    apart = [g for g in cluster.instances[instance].lenders if g in cluster.groups]
     apart = [g for g in apart if cluster.groups[g].is_apart]
     return len({*processes_of(cluster, instance), *apart}) > 1
 
@@ -36,7 +36,7 @@ def part_of(cluster: ClusterConfig, process: str | None) -> ClusterConfig:
     instances, lent = {}, {**cluster.lent}
     for name, instance in cluster.instances.items():
         if is_divided(cluster, name):
-            lent |= {each: cluster.groups[each].devices for each in instance.attention_groups}
+            lent |= {each: cluster.groups[each].devices for each in instance.lenders}
             stages = tuple(stage for stage in instance.stages if stage.group in groups)
             instance = instance.model_copy(update={"stages": stages})
         if instance.places[0].group in groups:
@@ -49,13 +49,13 @@ def part_of(cluster: ClusterConfig, process: str | None) -> ClusterConfig:
 def started_together(cluster: ClusterConfig) -> list[list[str]]:
     """Return groups that may be restarted: each alone, or all that share an instance.
 
-    If an instance's stages may be restarted, its attention groups are restarted with them.
+    If an instance's stages may be restarted, its attention and FFN groups are restarted with them.
     """
     found = [[name] for name, group in cluster.groups.items() if group.restart]
     for name, instance in cluster.instances.items():
         of_it = dict.fromkeys(filter(None, processes_of(cluster, name)))
         if is_divided(cluster, name) and any(cluster.groups[group].restart for group in of_it):
-            of_it |= dict.fromkeys(instance.attention_groups)
+            of_it |= dict.fromkeys(instance.lenders)
         joined = [groups for groups in found if of_it.keys() & {*groups}]
         found = [groups for groups in found if groups not in joined]
         if joined:

@@ -55,6 +55,11 @@ class StageConfig(Options):
         """Names of the groups other than its own."""
         return tuple(each.group for each in self.attention)
 
+    @property
+    def lenders(self) -> tuple[str, ...]:
+        """Names of the groups that compute a part of its layers for it."""
+        return (*self.attention_groups, *filter(None, [self.ffn]))
+
 
 def head_pages(group: str, num_pages: int, heads: int, devices: int = 1) -> int:
     """Return the pages of one KV head in each device's pool, including the padding page.

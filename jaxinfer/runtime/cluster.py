@@ -183,9 +183,7 @@ class Cluster:
     def _process(self, name: str) -> str | None:
         """Return the groups whose own processes run an instance."""
         stages = filter(None, processes_of(self.config, name))
-        lenders = (
-            self.config.instances[name].attention_groups if is_divided(self.config, name) else []
-        )
+        lenders = self.config.instances[name].lenders if is_divided(self.config, name) else []
         return " and ".join(dict.fromkeys([*stages, *lenders])) or None
 
     def describe(self) -> dict[str, dict[str, object]]:
@@ -209,10 +207,8 @@ class Cluster:
                         "num_pages": plan.num_pages,
                     }
                     | ({"attention": places} if (places := describe_attention(plan)) else {})
-                    | describe_ffn(plan, self.config.instances[name].ffn_groups, number)
-                    for number, (plan, group) in enumerate(
-                        zip(engine.plans, engine.groups, strict=True)
-                    )
+                    | describe_ffn(plan)
+                    for plan, group in zip(engine.plans, engine.groups, strict=True)
                 ],
             }
             for name, engine in self.engines.items()
@@ -352,8 +348,8 @@ def _load_workers(
 
 
 def _stage(plan: StagePlan, parameters: Iterator[Parameters]) -> Stage:
-    if plan.ffn:
-        return FfnStage(plan, next(parameters), next(parameters))
+    if plan.ffn_group:
+        return FfnStage(plan, next(parameters), next(parameters) if plan.ffn else None)
     return (SpreadStage if plan.attention else Stage)(plan, next(parameters))
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from jaxinfer.checkpoints.modelled import shape_of_config
 from jaxinfer.hardware.catalogue import gpu_of_device, sum_known
 from jaxinfer.hardware.efficiency import Efficiency, model_flops
-from jaxinfer.runtime.stage.stage_plan import StageFacts, StagePlan
+from jaxinfer.runtime.stage.stage_plan import StageFacts
 
 
 def real_efficiency(plans: Sequence[StageFacts]) -> Efficiency:
@@ -14,7 +14,7 @@ def real_efficiency(plans: Sequence[StageFacts]) -> Efficiency:
     The peak is that of 16-bit floats: there is no MFU for other formats. There is also none for
     models with windows, which see less than is counted, or with padded heads.
     """
-    ffns = [plan.ffn for plan in plans if isinstance(plan, StagePlan) and plan.ffn]
+    ffns = [plan.ffn for plan in plans if plan.ffn]
     every = [device for plan in (*plans, *ffns) for device in plan.devices]
     devices = {(device.platform, device.id): device for device in every}
     gpus = [gpu for device in devices.values() if (gpu := gpu_of_device(device.device_kind))]

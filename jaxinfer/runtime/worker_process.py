@@ -24,6 +24,8 @@ from jaxinfer.checkpoints.checkpoint import open_checkpoint
 from jaxinfer.config.groups import GroupConfig
 from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.runtime.cluster import Cluster, load_cluster
+from jaxinfer.runtime.ffn.ffn_server import FfnServer
+from jaxinfer.runtime.ffn.ffn_stage import FfnStage
 from jaxinfer.runtime.kv.hidden_states import HiddenStates
 from jaxinfer.runtime.kv.kv_endpoint import KVEndpoint
 from jaxinfer.runtime.kv.kv_messages import Drop, Offer, OpenEnd, Place, Pull, SlabFailed
@@ -56,7 +58,7 @@ from jaxinfer.runtime.processes.messages import (
     WorkerFailed,
 )
 from jaxinfer.runtime.processes.turns import Turns
-from jaxinfer.runtime.spread.pool_client import PoolClient
+from jaxinfer.runtime.spread.lender import Lender
 from jaxinfer.runtime.spread.pool_server import PoolServer
 from jaxinfer.runtime.spread.spread_stage import SpreadStage
 from jaxinfer.runtime.stage.attention_plan import plan_pool
@@ -91,8 +93,9 @@ class WorkerProcess:
         self._lock = threading.Lock()
         self._cluster: Cluster
         self._groups: Mapping[str, GroupConfig]
+        self._model: str
         self._endpoint: KVEndpoint
-        self._lent: list[PoolServer] = []
+        self._lent: list[Lender] = []
         self._decoders: dict[str, BatchDecoder] = {}
         # For each instance, the ends of the last steps, by their numbers.
         self._ends: defaultdict[str, dict[int, list[Future[None]]]] = defaultdict(dict)
@@ -198,14 +201,13 @@ class WorkerProcess:
                 self._lend(message)
             case OpenPools():
                 while self._lent:
-                    for left in self._lent.pop().compile_ahead():
-                        self._say(Left("compiling attention", left + len(self._lent)))
+                    lent = self._lent.pop()
+                    for left in lent.compile_ahead():
+                        self._say(Left(f"compiling {lent.part}", left + len(self._lent)))
             case Borrow(instance, stage, number, address, wait):
-                spread = self._worker(instance).stages[stage]
-                assert isinstance(spread, SpreadStage)
-                group = spread.plan.attention[number].group
-                patience = None if wait else LENDER_S
-                spread.elsewhere[number + 1] = PoolClient(address, group, patience)
+                borrower = self._worker(instance).stages[stage]
+                assert isinstance(borrower, SpreadStage | FfnStage)
+                borrower.borrow(number, address, None if wait else LENDER_S)
                 if wait:
                     self._say(Left("pools", 0))
             case BreakOff():
@@ -232,7 +234,7 @@ class WorkerProcess:
         def progress(what: str, left: int) -> None:
             self._say(Left(what, left))
 
-        self._groups = message.cluster.groups
+        self._model, self._groups = message.model, message.cluster.groups
         self._cluster = load_cluster(checkpoint, message.cluster, progress, layers=message.layers)
         workers = {name: self._worker(name) for name in self._cluster.engines}
         stages = {name: worker.stages for name, worker in workers.items()}
@@ -244,8 +246,16 @@ class WorkerProcess:
         self._say(Loaded(plans, parts, addresses))
 
     def _lend(self, message: Lend) -> None:
-        """Allocate a pool's memory for a stage in another process."""
+        """Load the FFN, or allocate a pool's memory, for a stage in another process."""
         plan, number = message.plan, message.number
+        if plan.ffn_group:
+            devices = open_groups(self._groups)[plan.ffn_group]
+            checkpoint = open_checkpoint(self._model, plan.options.load_format)
+            ffn = FfnServer.load(checkpoint, plan, devices, message.host)
+            self._lent.append(ffn)
+            # Only this process knows how much of its memory is free.
+            self._say(Lent(replace(ffn.plan.facts, memory_bytes=None), ffn.address))
+            return
         asked = plan.attention[number]
         device = open_groups(self._groups)[asked.group][asked.number]
         pool = plan_pool(plan, asked, device, self._groups[asked.group])

@@ -53,8 +53,18 @@ def test_a_stage_with_an_ffn_group() -> None:
         ({}, None, {"layout": "fsdp"}, r"layout is fsdp, must be left out with ffn"),
         ({}, None, {"computes": False}, r"computes is False, must be True with ffn"),
         ({}, None, {"segments": 2}, r"segments is 2, must be 1 with ffn"),
-        ({"f": {"process": "own"}}, None, {}, r"groups\.f: with ffn, both groups are in the"),
-        ({"a": {"process": "own"}}, None, {}, r"groups\.a: with ffn, both groups are in the"),
+        (
+            {"f": {"process": "own"}},
+            None,
+            {},
+            r"group f has a process of its own, must a have, too",
+        ),
+        (
+            {"a": {"process": "own"}},
+            None,
+            {},
+            r"group a has a process of its own, must f have, too",
+        ),
         ({"f": {"emulate": {"slowdown": 2}}}, None, {}, r"groups\.f\.emulate: leave it out"),
         ({"a": {"emulate": {"slowdown": 2}}}, None, {}, r"groups\.a\.emulate: leave it out"),
         (

@@ -1,14 +1,20 @@
 """A pipeline stage whose FFN, or experts, are on another group."""
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jaxinfer.runtime.ffn.ffn_messages import FfnClient
 from jaxinfer.runtime.ffn.ffn_step import FfnStep, ffn_leaves
+from jaxinfer.runtime.kv.sockets import Address
+from jaxinfer.runtime.spread.lender_client import padded
 from jaxinfer.runtime.stage.devices import device_name
+from jaxinfer.runtime.stage.leaves import Leaves
 from jaxinfer.runtime.stage.parts import (
     PartInputs,
     PartStart,
@@ -28,9 +34,10 @@ class FfnStage(Stage):
     """Attention on the stage's mesh, and each layer's FFN on that of another group.
 
     Args:
-        ffn_parameters: parameters of the FFN.
+        ffn_parameters: parameters of the FFN; None if another process has them.
 
     Attributes:
+        elsewhere: the FFN in another process, once it is known.
         outer: parameters outside the layers.
         layers: the attention side's parameters of each layer.
         ffn: the FFN's parameters of each layer.
@@ -38,12 +45,16 @@ class FfnStage(Stage):
 
     step: FfnStep
 
-    def __init__(self, plan: StagePlan, parameters: Parameters, ffn_parameters: Parameters) -> None:
-        assert plan.ffn
+    def __init__(
+        self, plan: StagePlan, parameters: Parameters, ffn_parameters: Parameters | None
+    ) -> None:
         super().__init__(plan, parameters)
-        self.ffn_plan = plan.ffn
+        self.elsewhere: FfnClient | None = None
         self.outer, self.layers = split_parameters(plan, parameters)
-        _, self.ffn = ffn_leaves(plan.ffn, ffn_parameters)
+        self.ffn: list[Leaves] = []
+        if plan.ffn:
+            assert ffn_parameters
+            _, self.ffn = ffn_leaves(plan.ffn, ffn_parameters)
         self._zeros: dict[int, jax.Array] = {}
 
     def _new_step(self) -> FfnStep:
@@ -81,6 +92,31 @@ class FfnStage(Stage):
                 chain.enter(layer)
         return [chain.leave() for chain in chains]
 
+    def borrow(self, number: int, address: Address, patience: float | None) -> None:
+        """Use the FFN that another process computes.
+
+        Args:
+            number: number of the part, see ``StageFacts.lenders``.
+            patience: see ``LenderClient``.
+        """
+        self.elsewhere = FfnClient(address, self.plan.lenders[number], patience)
+
+    def compute_ffn(
+        self, layer: int, y_TD: jax.Array, count: int
+    ) -> "jax.Array | np.ndarray | Future[np.ndarray]":
+        """Launch one layer's FFN of ``count`` tokens and their padding, or ask for it.
+
+        Returns:
+            Its output; a future of that without padding if another process computes it.
+        """
+        if plan := self.plan.ffn:
+            run = self.step.of(("ffn", len(y_TD)))
+            return put_whole(run(self.ffn[layer], put_whole(y_TD, plan)), self.plan)
+        if not count:  # Padding alone is not sent; the other process tries its programs itself.
+            return np.zeros(y_TD.shape, y_TD.dtype)
+        assert self.elsewhere
+        return self.elsewhere.compute(layer, y_TD, count)
+
     def _no_states(self, tokens: int) -> jax.Array:
         """Return zeros in the shape of hidden states, made once for each number of tokens."""
         if tokens not in self._zeros:
@@ -89,16 +125,18 @@ class FfnStage(Stage):
         return self._zeros[tokens]
 
 
-def describe_ffn(plan: StageFacts, groups: Sequence[str], number: int) -> dict[str, object]:
-    """Describe the FFN group of a stage by its number, if it has one, as JSON values."""
-    if not (isinstance(plan, StagePlan) and plan.ffn):
+def describe_ffn(plan: StageFacts) -> dict[str, object]:
+    """Describe the FFN group of a stage, if it has one, as JSON values."""
+    if not plan.ffn:
         return {}
     devices = [device_name(device) for device in plan.ffn.devices]
-    return {"ffn": {"group": groups[number], "devices": devices}}
+    return {"ffn": {"group": plan.ffn_group, "devices": devices}}
 
 
 class Chain:
     """A micro-batch on its way through a stage; launches and never waits.
+
+    Exception: if the FFN is in another process, it waits for the hidden states sent there and back.
 
     Args:
         shape: shape that it is padded to.
@@ -110,6 +148,7 @@ class Chain:
     ) -> None:
         self._stage, self._shape, self._inputs, self._x_TD = stage, shape, inputs, x_TD
         self._batch = jax.device_put(inputs.batch, stage.plan.whole)
+        self._count = int(inputs.batch.chunk_row_C1[-1])  # Tokens without padding.
         self._ropes: Any = None
         self._y_TD: Any = None
 
@@ -133,17 +172,22 @@ class Chain:
                 *stage.layers[layer - 1 : layer + 1],
                 stage.kv[layer],
                 (self._x_TD, self._ropes),
-                self._y_TD,
+                self._found(),
                 self._batch,
             )
-        x_TD = put_whole(y_TD, stage.ffn_plan)
-        self._y_TD = put_whole(of(("ffn", self._shape.tokens))(stage.ffn[layer], x_TD), stage.plan)
+        self._y_TD = stage.compute_ffn(layer, y_TD, self._count)
+
+    def _found(self) -> jax.Array | np.ndarray:
+        """Return the last FFN's output for the stage's mesh; waits for another process."""
+        if isinstance(self._y_TD, Future):
+            return padded(self._y_TD.result(), self._shape.tokens)
+        return self._y_TD
 
     def leave(self) -> tuple[jax.Array, jax.Array]:
         """Return the hidden states to sample from, and all of them."""
         stage = self._stage
         run = stage.step.of(("last", self._shape))
         found: tuple[jax.Array, jax.Array] = run(
-            stage.layers[-1], self._x_TD, self._y_TD, self._inputs.sample_row_S
+            stage.layers[-1], self._x_TD, self._found(), self._inputs.sample_row_S
         )
         return found

@@ -93,16 +93,13 @@ class FfnStep(LayerStep):
     """A stage's executables, by buckets of the step or of its micro-batches."""
 
     def __init__(self, plan: StagePlan) -> None:
-        assert plan.ffn
         super().__init__(plan, plan.options.micro_batches > 1)
-        self._ffn = plan.ffn
-        self._mlp, mlp_leaves = ffn_leaves(plan.ffn, plan.ffn.abstract_state)
-        self._mlp_leaves = mlp_leaves[0]
 
     def _largest(self, shape: StepShape) -> list[Hashable]:
-        runs: list[Hashable] = [("first", shape), ("ffn", shape.tokens)]
+        ffn: list[Hashable] = [("ffn", shape.tokens)] if self._plan.ffn else []
+        runs: list[Hashable] = [("first", shape), *ffn]
         for window in self.windows[1:]:
-            runs += [("middle", shape, window), ("ffn", shape.tokens)]
+            runs += [("middle", shape, window), *ffn]
         return [*runs, ("last", shape)]
 
     def _layer_parts(self, shape: StepShape) -> list[Hashable]:
@@ -111,13 +108,8 @@ class FfnStep(LayerStep):
     def _compile(self, part: Any) -> jax.stages.Compiled:
         if part[0] != "ffn":
             return super()._compile(part)
-        plan, tokens = self._ffn, part[1]
-        x_TD = jax.ShapeDtypeStruct(
-            (tokens, plan.config.hidden_size), plan.dtype, sharding=plan.whole
-        )
-        run = jax.jit(partial(ffn, self._mlp, plan.dtype), out_shardings=plan.whole)
-        with jax.set_mesh(plan.mesh):
-            return run.lower(self._mlp_leaves, x_TD).compile()
+        assert self._plan.ffn
+        return compile_ffn(self._plan.ffn, part[1])
 
     def _lower(self, part: Any) -> jax.stages.Lowered:
         match part:
@@ -155,6 +147,19 @@ class FfnStep(LayerStep):
         fixed_ = self._layer, window, plan.dtype
         run = jax.jit(partial(middle, *fixed_), donate_argnums=2, out_shardings=out_shardings)
         return run.lower(leaves, leaves, kv, stream, y_TD, batch)
+
+
+def compile_ffn(plan: StagePlan, tokens: int) -> jax.stages.Compiled:
+    """Compile the FFN of a layer for steps, or micro-batches, of ``tokens`` tokens.
+
+    Args:
+        plan: plan of the FFN.
+    """
+    graph, layers = ffn_leaves(plan, plan.abstract_state)
+    x_TD = jax.ShapeDtypeStruct((tokens, plan.config.hidden_size), plan.dtype, sharding=plan.whole)
+    run = jax.jit(partial(ffn, graph, plan.dtype), out_shardings=plan.whole)
+    with jax.set_mesh(plan.mesh):
+        return run.lower(layers[0], x_TD).compile()
 
 
 def ffn_leaves(plan: StagePlan, parameters: Parameters) -> tuple[Graph, list[Leaves]]:

@@ -46,11 +46,13 @@ class FollowOn(NamedTuple):
 
 
 class Lend(NamedTuple):
-    """Allocate memory for KV heads of a stage in another process. Answered with Lent.
+    """Prepare a part of the layers of a stage in another process. Answered with Lent.
+
+    For KV heads, their memory is allocated; for the FFN, its weights are loaded.
 
     Attributes:
         plan: plan of the stage.
-        number: number of the attention group in the stage whose device has the pool.
+        number: number of the part, see ``StageFacts.lenders``.
         host: address of the process.
     """
 
@@ -61,11 +63,11 @@ class Lend(NamedTuple):
 
 
 class OpenPools(NamedTuple):
-    """Compile the work on lent pools, and accept connections. Answered with Left."""
+    """Compile the work on lent parts, and accept connections. Answered with Left."""
 
 
 class Borrow(NamedTuple):
-    """Use the pool of a stage's attention group that is at this address.
+    """Use the part of a stage's layers that is computed at this address.
 
     Answered with Left if ``wait`` is true.
     """
@@ -224,9 +226,9 @@ class Forgot(NamedTuple):
 
 
 class Lent(NamedTuple):
-    """The plan of the requested pool, and the address at which it is available."""
+    """The plan of the requested part, and the address at which it is available."""
 
-    plan: AttentionPlan
+    plan: AttentionPlan | StageFacts
     address: Address
 
 

@@ -53,20 +53,20 @@ class PipelineWorker:
     """The stages of one instance in several processes, one after the other; see ``Worker``.
 
     The loop launches each step in all of them at once. Hidden states go from process to process,
-    and the last one has the tokens. Processes of attention groups receive messages only from those
-    of the stages. A failure in any process loses the instance, with one exception: if only an
-    attention group's process is lost, and one process has all the stages, the instance can
+    and the last one has the tokens. Processes of attention and FFN groups receive messages only
+    from those of the stages. A failure in any process loses the instance, with one exception: if
+    only an attention group's process is lost, and one process has all the stages, the instance can
     ``go_on`` without the lost pools.
 
     Args:
         loaded: each process with stages and its answer to loading, in pipeline order.
         links: emulated links between consecutive processes.
-        lenders: the processes that lend pools of KV heads to the stages.
+        lenders: the processes that hold KV heads or compute the FFN for the stages.
 
     Attributes:
         parts: numbers of the stages, those that follow one another on one mesh together.
         sampler: the last requested sampler.
-        lends: groups whose processes lent pools at the start.
+        lends: groups of these processes at the start.
         without: numbers of the KV shards that were lost and that the instance continues without.
         coming: processes that will lend pools in place of lost ones, by group.
         given_up: whether the instance and its processes are lost.
@@ -153,13 +153,18 @@ class PipelineWorker:
 
     @property
     def processes(self) -> list[Process]:
-        """The processes that have stages, in their order, and those of attention groups."""
+        """The processes that have stages, in their order, and those of attention and FFN groups."""
         return [part.process for part in [*self._there, *self._lenders]]
 
     @property
     def lending(self) -> list[Process]:
-        """The processes of attention groups."""
+        """The processes of attention and FFN groups."""
         return [part.process for part in self._lenders]
+
+    @property
+    def needs_all(self) -> bool:
+        """True if the instance is lost with any of its processes."""
+        return len(self._there) > 1 or any(stage.plan.ffn_group for stage in self.stages)
 
     @property
     def first_stages(self) -> list[int]:
@@ -286,7 +291,7 @@ class PipelineWorker:
     @property
     def lost_lenders(self) -> list[str]:
         """The groups whose processes are lost, if the instance can continue without them."""
-        if self.given_up or len(self._there) > 1 or self._there[0].process.lost:
+        if self.given_up or self.needs_all or self._there[0].process.lost:
             return []
         return [part.process.name for part in self._lenders if part.process.lost]
 

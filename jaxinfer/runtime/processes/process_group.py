@@ -4,7 +4,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from itertools import pairwise
 
 from jaxinfer.config.cluster import ClusterConfig
@@ -31,6 +30,7 @@ from jaxinfer.runtime.processes.pipeline_worker import AnyRemote, PipelineWorker
 from jaxinfer.runtime.processes.process import Process
 from jaxinfer.runtime.processes.remote_worker import RemoteWorker
 from jaxinfer.runtime.stage.attention_plan import check_attention
+from jaxinfer.runtime.stage.ffn_plan import check_ffn_link
 from jaxinfer.runtime.stage.stage_plan import StageFacts
 
 # Reports the progress of a long start to the user: a description, and the number of parts left.
@@ -148,11 +148,13 @@ class OtherProcesses:
         """Start the processes; each loads its group's part in the background.
 
         Raises:
-            JaxinferError: a process cannot be reached, or cannot run attention.
+            JaxinferError: a process cannot be reached, or cannot run attention or FFN.
         """
         for name in layers:
             for group in config.instances[name].attention_groups:
                 check_attention(group, config)
+            for stage in config.instances[name].stages:
+                check_ffn_link(config, stage)
         others = cls(config, model, layers)
         try:
             names = [name for name, group in config.groups.items() if group.is_apart]
@@ -223,7 +225,7 @@ class OtherProcesses:
             groups = dict.fromkeys(stage.group for stage in stages)
             links = [self._config.link(*ends) for ends in pairwise(groups)]
             there = [self.lend(name, group, *found[group], progress) for group in groups]
-            lenders = dict.fromkeys(group for stage in stages for group in stage.attention_groups)
+            lenders = dict.fromkeys(group for stage in stages for group in stage.lenders)
             workers[name] = whole = PipelineWorker(
                 name, there, links, [self._processes[group] for group in lenders]
             )
@@ -239,10 +241,10 @@ class OtherProcesses:
         loaded: Loaded,
         progress: Progress = lambda what, left: None,
     ) -> tuple[Process, Loaded]:
-        """Lend attention groups' pools to a process's stages, and add them to the stages' plans."""
+        """Lend attention and FFN groups to a process's stages; add them to the stages' plans."""
         plans = list(loaded.plans[instance])
         lent: dict[tuple[int, int], Lent] = {}
-        groups = dict.fromkeys(place.group for plan in plans for place in plan.attention)
+        groups = dict.fromkeys(group for plan in plans for group in plan.lenders)
         lenders = [self._processes[group] for group in groups]
         # One after the other, because those on one host share its memory.
         for lender in lenders:
@@ -253,9 +255,7 @@ class OtherProcesses:
                 progress(f"{lender.name}: {left.what}", left.parts)
         for (stage, number), pool in lent.items():
             next(process.ask(Borrow(instance, stage, number, pool.address)))
-            places = list(plans[stage].attention)
-            places[number] = pool.plan
-            plans[stage] = replace(plans[stage], attention=places)
+            plans[stage] = plans[stage].with_lent(number, pool.plan)
         return process, loaded._replace(plans={**loaded.plans, instance: plans})
 
     def side_of(self, instance: str) -> RemoteEndpoint | PipelineEndpoint:
@@ -271,25 +271,25 @@ class OtherProcesses:
 def lend_pools(
     instance: str, plans: Sequence[StageFacts], lender: Process, host: str
 ) -> dict[tuple[int, int], Lent]:
-    """Let an attention group's process allocate memory for all stages that use it.
+    """Let the process of an attention or FFN group prepare for all stages that use it.
 
     Args:
         plans: plans of the stages.
         host: address of the process.
 
     Returns:
-        Its pools, by the number of the stage and of the group in it.
+        Its parts, by the number of the stage and of the part in it.
     """
     return {
         (stage, number): next(lender.ask(Lend(instance, plan, number, host)))
         for stage, plan in enumerate(plans)
-        for number, place in enumerate(plan.attention)
-        if place.group == lender.name
+        for number, group in enumerate(plan.lenders)
+        if group == lender.name
     }
 
 
 def open_pools(lender: Process) -> Iterator[Left]:
-    """Prepare pools before they can be used; yields how much is left."""
+    """Prepare parts before they can be used; yields how much is left."""
     answers = lender.ask(OpenPools())
 
     def until_done() -> Iterator[Left]:

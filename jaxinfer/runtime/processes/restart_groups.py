@@ -294,7 +294,9 @@ def check_same(instance: str, before: StageFacts, now: StageFacts) -> None:
     """Raise JaxinferError if the new process's plan differs from the loop's."""
     # Pages that the loop does not know are not used.
     sizes = {name: getattr(before, name) for name in ("num_pages", "kv_bytes", "memory_bytes")}
-    if now.num_pages < before.num_pages or replace(now, options=before.options, **sizes) != before:
+    ffn = now.ffn and replace(now.ffn, options=before.options)  # Those of the stage.
+    same = replace(now, options=before.options, ffn=ffn, **sizes)
+    if now.num_pages < before.num_pages or same != before:
         raise JaxinferError(
             f"instances.{instance} has another plan than before: {now.num_pages} pages of "
             f"{before.num_pages}, devices {now.devices}, layers {now.layers}"

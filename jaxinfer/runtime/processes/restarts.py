@@ -7,7 +7,6 @@ from functools import partial
 
 from jaxinfer.config.cluster import ClusterConfig
 from jaxinfer.config.processes import part_of, started_together
-from jaxinfer.config.stages import StageConfig
 from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.runtime.kv.outcome import Failed, ProcessLost
 from jaxinfer.runtime.processes.pipeline_worker import AnyRemote, PipelineWorker
@@ -58,7 +57,7 @@ class Restarts:
                 self._of |= dict.fromkeys(here, home)
                 self._add(home)
         for rest in self._rests.values():
-            if len(rest.worker.pieces) > 1:
+            if rest.worker.needs_all:
                 continue  # It is lost with any of them.
             rest.lenders = [
                 PoolRestart(each.name, {each.name: part}, times, {each.name: each}, rest, others)
@@ -259,8 +258,8 @@ def _home_of(
         )
         for group in groups
     }
-    # An instance whose stages share one process continues without the others.
-    lenders = [each for r in rests if len(r.worker.pieces) > 1 for each in r.worker.lending]
+    # Other instances continue without theirs.
+    lenders = [each for r in rests if r.worker.needs_all for each in r.worker.lending]
     needed = [*(piece.process for _, piece in pieces), *lenders]
     processes = {process.name: process for process in needed}
     left = config.groups[needed[0].name].restart
@@ -280,10 +279,8 @@ def _as_planned(config: ClusterConfig, workers: Mapping[str, RemoteWorker]) -> C
             pieces = [plan.layers.stop - plan.layers.start for plan in plans]
             each = instance.segments
             found["stages"] = tuple(
-                StageConfig(
-                    group=stage.group,
-                    layers=sum(pieces[i * each : (i + 1) * each]),
-                    attention=stage.attention,
+                stage.model_copy(
+                    update={"layers": sum(pieces[i * each : (i + 1) * each]), "share": None}
                 )
                 for i, stage in enumerate(instance.stages)
             )

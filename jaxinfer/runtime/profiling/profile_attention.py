@@ -16,7 +16,7 @@ from jaxinfer.runtime.processes.pipeline_worker import PipelineWorker
 from jaxinfer.runtime.processes.process_group import Progress
 from jaxinfer.runtime.profiling.measure_steps import new_batch
 from jaxinfer.runtime.profiling.profile import Needs, profile_key
-from jaxinfer.runtime.spread.pool_client import padded
+from jaxinfer.runtime.spread.lender_client import padded
 from jaxinfer.runtime.spread.spread_inputs import SpreadInputs
 from jaxinfer.runtime.spread.spread_stage import SpreadStage
 from jaxinfer.runtime.spread.spread_step import HeadSplit

@@ -4,21 +4,14 @@ Data travels from process to process through host memory and a socket: tables on
 each layer the pairs and the results of attention.
 """
 
-import os
-import threading
-from collections import deque
-from concurrent.futures import CancelledError, Future, InvalidStateError
-from contextlib import suppress
-from multiprocessing.connection import Connection
-from socket import SHUT_RDWR, socket
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jaxinfer.errors import JaxinferError
-from jaxinfer.runtime.kv.sockets import Address, call, join_address
-from jaxinfer.runtime.spread.array_messages import receive_arrays, send_arrays
+from jaxinfer.runtime.kv.sockets import Address
+from jaxinfer.runtime.spread.lender_client import LenderClient
 from jaxinfer.steps.shapes import StepShape
 
 # Number of steps, or halves of steps, that may be in flight, and a few more.
@@ -65,42 +58,17 @@ class Put(NamedTuple):
     page_C: np.ndarray
 
 
-class PoolFailed(NamedTuple):
-    """An answer: the request has failed."""
-
-    line: str
-
-
-def padded(some: np.ndarray, size: int) -> np.ndarray:
-    """Return ``size`` rows: the given ones, followed by zeros."""
-    found = np.zeros((size, *some.shape[1:]), some.dtype)
-    found[: len(some)] = some
-    return found
-
-
-class PoolClient:
-    """Sends requests to another process, which carries them out in order.
-
-    One thread sends requests; another one connects and reads the answers.
+class PoolClient(LenderClient):
+    """Asks the process of an attention group for attention, and for pages.
 
     Args:
         group: group whose process it is.
-        patience: see ``call``; by default the process is ready, and has answered when this returns.
-
-    Raises:
-        JaxinferError: that process cannot be reached.
+        patience: see ``LenderClient``.
     """
 
     def __init__(self, address: Address, group: str, patience: float | None = None) -> None:
-        self._who = f"attention group {group}"
-        self._there: Future[Connection[Any, Any]] = Future()
-        self._asked: deque[Future[Any]] = deque()
-        self._lock = threading.Lock()
-        self._lost: str | None = None
+        super().__init__(address, f"attention group {group}", patience)
         self._steps = 0
-        threading.Thread(target=self._hear, args=(address, patience), daemon=True).start()
-        if patience is None:
-            self._there.result()
 
     def begin(self, pairs: StepShape, tables: np.ndarray, num_pairs: int) -> BegunStep:
         """Send a step's tables; ``num_pairs`` of its pairs are not padding."""
@@ -128,69 +96,3 @@ class PoolClient:
             page_C: their places; later pages are padding, and are not sent.
         """
         return self._ask(Put(jax.tree.map(lambda x: np.asarray(x)[: len(page_C)], pages), page_C))
-
-    def close(self) -> None:
-        """Stop sending requests, from any thread. Threads that wait for an answer get an error.
-
-        Otherwise a vanished host, or a stopped process, would keep them waiting for long.
-        """
-        if self._there.cancel():  # Callers that are still waiting no longer need it.
-            self._lose(f"{self._who} has broken off before it could be reached")
-        elif not self._there.exception():
-            connection = self._there.result()
-            with suppress(OSError), socket(fileno=os.dup(connection.fileno())) as there:
-                there.shutdown(SHUT_RDWR)
-
-    def _ask(self, message: Any) -> "Future[Any]":
-        future: Future[Any] = Future()
-        with self._lock:
-            if self._lost:
-                raise EOFError(self._lost)
-            self._asked.append(future)
-        self._send(message)
-        return future
-
-    def _send(self, message: Any) -> None:
-        try:
-            send_arrays(self._there.result(), message)
-        except OSError:
-            self.close()  # The thread that reads learns of it, and reports it.
-        except (CancelledError, JaxinferError):
-            pass  # All waiting callers are told.
-
-    def _call(self, address: Address, patience: float | None) -> "Connection[Any, Any]":
-        try:
-            connection: Connection[Any, Any] = Connection(call(*address, patience).detach())
-        except OSError as error:
-            where = join_address(address.host, address.port)
-            lost = JaxinferError(f"{self._who} cannot be reached at {where}: {error}")
-            self._there.set_exception(lost)
-            raise lost from None
-        self._there.set_result(connection)
-        return connection
-
-    def _hear(self, address: Address, patience: float | None) -> None:
-        try:
-            connection = self._call(address, patience)
-            while True:
-                answer = receive_arrays(connection)
-                future = self._asked.popleft()
-                if isinstance(answer, PoolFailed):
-                    future.set_exception(RuntimeError(f"{self._who}: {answer.line}"))
-                else:
-                    future.set_result(answer)
-                del answer, future
-        except InvalidStateError:
-            pass  # It has been closed since then.
-        except JaxinferError as error:
-            self._lose(str(error))
-        except Exception as error:
-            self._lose(f"{self._who} has broken off: {type(error).__name__}: {error}")
-
-    def _lose(self, why: str) -> None:
-        with self._lock:
-            if self._lost:
-                return
-            self._lost = why
-        for future in self._asked:
-            future.set_exception(EOFError(why))

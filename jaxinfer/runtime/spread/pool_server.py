@@ -1,29 +1,16 @@
 """A pool of KV heads that this process lends to a stage in another process."""
 
 import math
-import secrets
-import threading
 from collections.abc import Iterator
-from contextlib import suppress
-from multiprocessing.connection import Connection
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxinfer.errors import one_line
-from jaxinfer.runtime.kv.sockets import Address, let_in, listen
-from jaxinfer.runtime.spread.array_messages import receive_arrays, send_arrays
 from jaxinfer.runtime.spread.head_pools import lent_pool
-from jaxinfer.runtime.spread.pool_client import (
-    MOST_BEGUN,
-    Attend,
-    Begin,
-    PoolFailed,
-    Put,
-    Take,
-    padded,
-)
+from jaxinfer.runtime.spread.lender import Lender
+from jaxinfer.runtime.spread.lender_client import padded
+from jaxinfer.runtime.spread.pool_client import MOST_BEGUN, Attend, Begin, Put, Take
 from jaxinfer.runtime.spread.slice_move import CHUNK, compile_put, compile_take
 from jaxinfer.runtime.spread.spread_inputs import empty_spread_inputs, pair_shapes
 from jaxinfer.runtime.spread.spread_step import HeadSplit, compile_attend
@@ -35,17 +22,16 @@ from jaxinfer.steps.shapes import StepShape
 ALIGNMENT = 64
 
 
-class PoolServer:
-    """Carries out the requests of the stage's process, in order, until that process ends.
+class PoolServer(Lender):
+    """Computes attention and moves pages for the stage's process.
 
     Args:
         plan: plan of the stage.
         number: number of the pool's attention group in it.
         host: address of this process.
-
-    Attributes:
-        address: address that the stage's process connects to.
     """
+
+    part = "attention"
 
     def __init__(self, plan: StageFacts, number: int, host: str) -> None:
         self._plan, self._pool = plan, lent_pool(plan, number)
@@ -56,8 +42,7 @@ class PoolServer:
         # Allocated before this returns, so that the next user of this host's memory does not get
         # it, too.
         self._kv = jax.block_until_ready(allocate(self._pool.pages))
-        self._listener = listen(host, 0)
-        self.address = Address(host, self._listener.getsockname()[1], secrets.token_bytes(16))
+        super().__init__(host)
 
     def compile_ahead(self) -> Iterator[int]:
         """Compile everything that can be asked for, try it, and begin; yields how much is left."""
@@ -74,7 +59,7 @@ class PoolServer:
         self._take, self._put = compile_take(self._pool), compile_put(self._pool)
         nothing_C = np.zeros(CHUNK, np.int32)
         self._do(Put(self._do(Take(nothing_C)), nothing_C))
-        threading.Thread(target=self._serve, daemon=True).start()
+        self.open()
         yield 0
 
     def _try(self, pairs: StepShape, window: int | None) -> None:
@@ -98,25 +83,6 @@ class PoolServer:
             begin = -room.ctypes.data % ALIGNMENT
             self._places[pairs] = room[begin : begin + size].view(cut.dtype).reshape(shape)
         return self._places[pairs]
-
-    def _serve(self) -> None:
-        connection: Connection[Any, Any] | None = None
-        while not connection:
-            with suppress(OSError):  # It is not from one of our processes.
-                caller, _ = self._listener.accept()
-                connection = Connection(let_in(caller, self.address.key).detach())
-        self._listener.close()
-        with suppress(EOFError, OSError), connection:
-            while True:
-                message = receive_arrays(connection)
-                try:
-                    answer = self._do(message)
-                except (EOFError, OSError):
-                    raise
-                except Exception as error:
-                    answer = PoolFailed(f"{type(error).__name__}: {one_line(error)}")
-                if answer is not None:
-                    send_arrays(connection, answer)
 
     def _do(self, message: Any) -> Any:
         match message:

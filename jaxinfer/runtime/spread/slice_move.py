@@ -15,7 +15,7 @@ import numpy as np
 from jaxinfer.pallas_kernels.choice import keys_by_token
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.spread.head_pools import HeadPool
-from jaxinfer.runtime.spread.pool_client import padded
+from jaxinfer.runtime.spread.lender_client import padded
 from jaxinfer.runtime.spread.spread_stage import SpreadStage
 from jaxinfer.runtime.stage.stage import Stage
 from jaxinfer.serving.batch import Transfer

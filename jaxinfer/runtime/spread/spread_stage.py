@@ -8,8 +8,10 @@ import jax
 import numpy as np
 
 from jaxinfer.pallas_kernels.kv_pages import KVPages
+from jaxinfer.runtime.kv.sockets import Address
 from jaxinfer.runtime.spread.head_pools import head_pools
-from jaxinfer.runtime.spread.pool_client import BegunStep, PoolClient, padded
+from jaxinfer.runtime.spread.lender_client import padded
+from jaxinfer.runtime.spread.pool_client import BegunStep, PoolClient
 from jaxinfer.runtime.spread.spread_inputs import (
     PageTables,
     SpreadInputs,
@@ -109,6 +111,15 @@ class SpreadStage(Stage):
             zeros_TD,
             lambda starts: self._through([self.chain(*each) for each in starts]),
         )
+
+    def borrow(self, number: int, address: Address, patience: float | None) -> None:
+        """Use the pool of attention group ``number`` that another process lends.
+
+        Args:
+            patience: see ``LenderClient``.
+        """
+        group = self.plan.attention[number].group
+        self.elsewhere[number + 1] = PoolClient(address, group, patience)
 
     def chain(self, shape: StepShape, inputs: SpreadInputs, x_TD: jax.Array | None) -> "Chain":
         """Return a batch before its first layer."""

@@ -1,7 +1,7 @@
 """Plans a stage whose FFN is on another group, before anything is loaded."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import jax
 import numpy as np
@@ -17,6 +17,7 @@ from jaxinfer.pallas_kernels.choice import choose_kernels
 from jaxinfer.runtime.stage.kv_cache import memory_of
 from jaxinfer.runtime.stage.lay_out import lay_out, with_bits
 from jaxinfer.runtime.stage.stage_plan import (
+    StageFacts,
     StagePlan,
     free_memory,
     make_plan,
@@ -36,7 +37,7 @@ def plan_with_ffn(
     layers: Layers,
     taken: TakenMemory,
 ) -> StagePlan:
-    """Return a stage's plan, which contains its FFN's plan; count the memory of both.
+    """Return a stage's plan with its FFN's plan, if the group is here; count the memory of both.
 
     Args:
         groups: devices by group.
@@ -48,24 +49,32 @@ def plan_with_ffn(
             the FFN group's memory is too small.
     """
     assert stage.ffn
-    check_ffn(model, config, stage)
+    check_ffn(model, stage.ffn)
+    check_ffn_link(config, stage)
     plan = make_plan(
         model, instance, devices, layers, taken.of(devices[0]), there=taken.parameters,
         part="attention",
     )  # fmt: skip
     taken.add(plan.devices, plan.parameters, plan.dtype, plan.kv_bytes)
-    ffn = _plan_ffn(plan, model, stage.ffn, groups[stage.ffn], taken)
+    plan = replace(plan, ffn_group=stage.ffn)
+    if stage.ffn not in config.groups:
+        return plan  # Another process has it.
+    ffn = plan_ffn(plan, model, groups[stage.ffn], taken)
     taken.add(ffn.devices, ffn.parameters, ffn.dtype, 0)
     return replace(plan, ffn=ffn)
 
 
-def check_ffn(model: ModelConfig, config: ClusterConfig, stage: StageConfig) -> None:
-    """Raise JaxinferError if the model's FFN cannot be apart, or if the link is emulated."""
+def check_ffn(model: ModelConfig, group: str) -> None:
+    """Raise JaxinferError if the model's FFN cannot be on another group."""
     if not any(path.startswith("layers.0.mlp.") for path in parameter_shapes(model)):
         raise JaxinferError(
-            f"ffn: {stage.ffn}: the layers of {model.architecture} are not divided into attention "
+            f"ffn: {group}: the layers of {model.architecture} are not divided into attention "
             "and FFN: leave out ffn"
         )
+
+
+def check_ffn_link(config: ClusterConfig, stage: StageConfig) -> None:
+    """Raise JaxinferError if the link from a stage to its FFN group, if any, is emulated."""
     for link in config.links:
         if set(link.between) == {stage.group, stage.ffn}:
             raise JaxinferError(
@@ -74,14 +83,17 @@ def check_ffn(model: ModelConfig, config: ClusterConfig, stage: StageConfig) -> 
             )
 
 
-def _plan_ffn(
-    plan: StagePlan,
-    model: ModelConfig,
-    name: str,
-    devices: Sequence[jax.Device],
-    taken: TakenMemory,
+def plan_ffn(
+    plan: StageFacts, model: ModelConfig, devices: Sequence[jax.Device], taken: TakenMemory
 ) -> StagePlan:
-    """Plan the FFN of a stage's layers on another group's devices, which share each layer."""
+    """Plan the FFN of a stage's layers on its FFN group's devices, which share each layer.
+
+    Args:
+        taken: memory taken by other plans in this process.
+
+    Raises:
+        JaxinferError: the memory is too small.
+    """
     options, axes = plan.options, {DEFAULT_AXIS: len(devices)}
     mesh = Mesh(np.array(devices), tuple(axes))
     config = with_bits(model, options, plan.dtype)
@@ -98,11 +110,18 @@ def _plan_ffn(
     free = free_memory(devices[0], taken.of(devices[0]))
     if free is not None and (new := new_bytes(parameters, plan.dtype, taken.parameters)) > free:
         raise JaxinferError(
-            f"ffn group {name}: weights take {new / 2**30:.3f} GiB of each of {len(devices)} "
-            f"devices; {free / 2**30:.1f} GiB are free"
+            f"ffn group {plan.ffn_group}: weights take {new / 2**30:.3f} GiB of each of "
+            f"{len(devices)} devices; {free / 2**30:.1f} GiB are free"
         )
-    return replace(
-        plan, config=wide, num_pages=0, weight_bytes=memory_of(parameters.values()), kv_bytes=0,
-        memory_bytes=free, devices=devices, mesh=mesh, graphdef=graphdef, parameters=parameters,
-        joined=(), axes=axes,
-    )  # fmt: skip
+    known = {each.name: getattr(plan, each.name) for each in fields(StageFacts)}
+    own = {
+        "config": wide,
+        "num_pages": 0,
+        "weight_bytes": memory_of(parameters.values()),
+        "kv_bytes": 0,
+        "memory_bytes": free,
+        "devices": devices,
+        "axes": axes,
+        "ffn_group": None,
+    }
+    return StagePlan(**known | own, mesh=mesh, graphdef=graphdef, parameters=parameters)

@@ -96,6 +96,8 @@ class StageFacts:
             report them.
         axes: sizes of the mesh's axes.
         attention: other devices where KV heads may lie.
+        ffn_group: group that has the FFN of its layers, if another one has it.
+        ffn: plan of that FFN; it has no KV. None in the stage's process if another has the group.
     """
 
     options: EngineOptions
@@ -113,6 +115,20 @@ class StageFacts:
     devices: Sequence[Device]
     axes: Mapping[str, int] = field(kw_only=True)
     attention: Sequence[AttentionPlan] = field(default=(), kw_only=True)
+    ffn_group: str | None = field(default=None, kw_only=True)
+    ffn: "StageFacts | None" = field(default=None, kw_only=True)
+
+    @property
+    def lenders(self) -> list[str]:
+        """Names of the groups of the parts that ``with_lent`` takes, by number."""
+        return [*(place.group for place in self.attention), *filter(None, [self.ffn_group])]
+
+    def with_lent(self, number: int, plan: "AttentionPlan | StageFacts") -> "StageFacts":
+        """Return the facts with the plan of one part that another process computes."""
+        if isinstance(plan, StageFacts):
+            return replace(self, ffn=plan)
+        places = [*self.attention[:number], plan, *self.attention[number + 1 :]]
+        return replace(self, attention=places)
 
     @property
     def kv_ways(self) -> int:
@@ -139,7 +155,6 @@ class StagePlan(StageFacts):
         devices: devices in the mesh's order.
         parameters: shapes, dtypes and shardings, by path in the whole model.
         joined: modules whose query, key and value weights are one array; see ``models.joined``.
-        ffn: plan of the FFN of its layers, if another group has it; it has no KV.
     """
 
     devices: Sequence[jax.Device]

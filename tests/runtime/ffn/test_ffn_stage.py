@@ -1,6 +1,5 @@
 """Stages whose FFN is on another group: logits of every architecture, and tokens of whole runs."""
 
-import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 from cluster_cases import Loader, load, roomy
 from cluster_checks import Done, Ran, serve
+from ffn_cases import parts_of_steps, sections
 from flax import nnx
 
 from jaxinfer.checkpoints.checkpoint import open_checkpoint
@@ -180,15 +180,6 @@ def test_explain_tells_of_both_groups() -> None:
     assert "FFN of the layers, 1 x cpu" in list(memory.columns[0].cells)
 
 
-def sections(ffn: int = 1, attention: int = 1, **options: Any) -> dict[str, Any]:
-    """Sections of a run file."""
-    return {
-        "groups": {"p": {"devices": attention}, "f": {"devices": ffn}},
-        "instances": {"x": {"stages": [{"group": "p", "ffn": "f"}]} | roomy(16) | options},
-        "system": "single",
-    }
-
-
 @pytest.mark.parametrize(
     ("heads", "attention", "ffn", "micro_batches"),
     [
@@ -214,11 +205,9 @@ def test_runs_give_the_tokens_of_one_device(
     assert found.metrics["late_compiles"] == 0
     (stage,) = found.record.run["instances"]["x"]["stages"]
     assert (stage["ffn"]["group"], len(stage["ffn"]["devices"])) == ("f", ffn)
-    lines = (tmp_path / "1" / "steps.jsonl").read_text(encoding="utf-8").splitlines()
-    steps = [step for step in map(json.loads, lines) if "rows" in step]
-    parts = [len(step.get("halves", [0])) for step in steps]
-    assert parts == [min(micro_batches, step["rows"]) for step in steps]
-    assert max(parts) == micro_batches
+    steps = parts_of_steps(tmp_path / "1")
+    assert all(parts == min(micro_batches, rows) for rows, parts in steps)
+    assert max(parts for _, parts in steps) == micro_batches
 
 
 @pytest.mark.slow

@@ -58,6 +58,8 @@ class Lender:
             def __init__(self, plan: Any, number: int, host: str) -> None:
                 taken.append(plan.attention[number].kv_bytes)
 
+            part = "attention"
+
             def compile_ahead(self) -> Iterator[int]:
                 yield from (2, 0)
 

@@ -1,0 +1,39 @@
+"""Requests of a stage's process to the process of its FFN group."""
+
+from concurrent.futures import Future
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jaxinfer.runtime.kv.sockets import Address
+from jaxinfer.runtime.spread.lender_client import LenderClient
+
+
+class ComputeFfn(NamedTuple):
+    """Compute one layer's FFN. Answered with its output [T, D] for the same tokens.
+
+    Attributes:
+        tokens: bucket of the step or of its micro-batch.
+        x_TD: inputs of the tokens without padding.
+    """
+
+    layer: int
+    tokens: int
+    x_TD: np.ndarray
+
+
+class FfnClient(LenderClient):
+    """Asks the process of an FFN group for layers' FFN.
+
+    Args:
+        group: group whose process it is.
+        patience: see ``LenderClient``.
+    """
+
+    def __init__(self, address: Address, group: str, patience: float | None = None) -> None:
+        super().__init__(address, f"FFN group {group}", patience)
+
+    def compute(self, layer: int, x_TD: jax.Array, count: int) -> "Future[np.ndarray]":
+        """Ask for one layer's FFN of the first ``count`` tokens; waits until they exist here."""
+        return self._ask(ComputeFfn(layer, len(x_TD), np.asarray(x_TD)[:count]))
