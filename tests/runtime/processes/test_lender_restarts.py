@@ -47,6 +47,10 @@ class FakePipeline(PipelineWorker):
     processes = lending
 
     @property
+    def needs_all(self) -> bool:
+        return False
+
+    @property
     def lost_lenders(self) -> list[str]:
         return [each.name for each in self.there if each.lost]
 

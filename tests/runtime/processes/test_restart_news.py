@@ -151,6 +151,10 @@ class FakePipeline(PipelineWorker):
         return self._gone
 
     @property
+    def needs_all(self) -> bool:
+        return False
+
+    @property
     def lending(self) -> list[Any]:
         return []
 

@@ -47,6 +47,7 @@ class Facts:
     devices: tuple[str, ...] = ("H100",)
     pool_pages: tuple[int, ...] = (40,)
     attention: tuple[Any, ...] = ()
+    ffn: None = None
     limits: Limits = LIMITS
 
 
