@@ -159,7 +159,7 @@ def test_many_runs_of_each_system(system: str, tmp_path: Path) -> None:
     for seed in range(5, 5 + (200 if system == "takeover" else 40)):
         said, given = f"{system}, seed {seed}", random_run(system, seed)
         runs = [given, with_shared_prompts(*given, seed)] if system in CACHES else [given]
-        if system in CACHES:
+        if system in CACHES and seed < 15:
             runs.append(with_equal_times(*runs[-1]))
         for number, (data, work) in enumerate(runs):
             folder = tmp_path / f"{seed} {number}"
