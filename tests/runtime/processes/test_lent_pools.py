@@ -39,7 +39,10 @@ def spread_worker(*processes: Any, lenders: tuple[str, ...] = ()) -> PipelineWor
     """A stage in each process, with pools of the lenders besides its own."""
     places = [SimpleNamespace(group=name) for name in lenders]
     facts: Any = SimpleNamespace(
-        limits=SimpleNamespace(token_buckets=(8,)), pool_pages=[9] * 3, attention=places
+        limits=SimpleNamespace(token_buckets=(8,)),
+        pool_pages=[9] * 3,
+        attention=places,
+        ffn_group=None,
     )
     loaded = [(each, Loaded({"x": [facts]}, {"x": [[0]]}, {"x": None})) for each in processes]
     lend: Any = [FakeProcess(name=name) for name in lenders]
