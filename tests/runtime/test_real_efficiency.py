@@ -26,7 +26,8 @@ def plan(*kinds: str, config: ModelConfig = LLAMA_3_8B, dtype: Any = jnp.bfloat1
         SimpleNamespace(device_kind=kind, platform="gpu", id=number)
         for number, kind in enumerate(kinds)
     ]
-    return SimpleNamespace(devices=devices, config=config, dtype=jnp.dtype(dtype), num_kv_heads=8)
+    facts = {"devices": devices, "config": config, "dtype": jnp.dtype(dtype), "num_kv_heads": 8}
+    return SimpleNamespace(**facts, ffn=None)
 
 
 def test_flops_and_power_of_all_gpus() -> None:
