@@ -6,7 +6,6 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxinfer.runtime.kv.sockets import Address
 from jaxinfer.runtime.spread.lender_client import LenderClient
 
 
@@ -24,15 +23,9 @@ class ComputeFfn(NamedTuple):
 
 
 class FfnClient(LenderClient):
-    """Asks the process of an FFN group for layers' FFN.
+    """Asks the process of an FFN group for layers' FFN."""
 
-    Args:
-        group: group whose process it is.
-        patience: see ``LenderClient``.
-    """
-
-    def __init__(self, address: Address, group: str, patience: float | None = None) -> None:
-        super().__init__(address, f"FFN group {group}", patience)
+    part = "FFN"
 
     def compute(self, layer: int, x_TD: jax.Array, count: int) -> "Future[np.ndarray]":
         """Ask for one layer's FFN of the first ``count`` tokens; waits until they exist here."""

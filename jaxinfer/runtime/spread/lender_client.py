@@ -38,15 +38,20 @@ class LenderClient:
     One thread sends requests; another one connects and reads the answers.
 
     Args:
-        who: the other process in messages, such as ``attention group a``.
+        group: group whose process it is.
         patience: see ``call``; by default the process is ready, and has answered when this returns.
+
+    Attributes:
+        part: the part of the layers, in a word.
 
     Raises:
         JaxinferError: that process cannot be reached.
     """
 
-    def __init__(self, address: Address, who: str, patience: float | None = None) -> None:
-        self._who = who
+    part: str
+
+    def __init__(self, address: Address, group: str, patience: float | None = None) -> None:
+        self._who = f"{self.part} group {group}"
         self._there: Future[Connection[Any, Any]] = Future()
         self._asked: deque[Future[Any]] = deque()
         self._lock = threading.Lock()

@@ -59,15 +59,12 @@ class Put(NamedTuple):
 
 
 class PoolClient(LenderClient):
-    """Asks the process of an attention group for attention, and for pages.
+    """Asks the process of an attention group for attention, and for pages."""
 
-    Args:
-        group: group whose process it is.
-        patience: see ``LenderClient``.
-    """
+    part = "attention"
 
     def __init__(self, address: Address, group: str, patience: float | None = None) -> None:
-        super().__init__(address, f"attention group {group}", patience)
+        super().__init__(address, group, patience)
         self._steps = 0
 
     def begin(self, pairs: StepShape, tables: np.ndarray, num_pairs: int) -> BegunStep:
