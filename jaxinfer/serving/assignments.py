@@ -234,7 +234,9 @@ class Assignments:
         self.on_legs(request)
         if assignment.fetch_from:
             with suppress(LostInstance):
-                self.hand_offs.fetch_cached(request, self._instance(assignment.fetch_from))
+                source = self._instance(assignment.fetch_from)
+                if self.hand_offs.has_more(request, source):
+                    self.hand_offs.fetch_cached(request, source)
         self.hand_offs.start_leg(request)
         self.changed[legs[0].instance] = None
 

@@ -58,7 +58,7 @@ class Instance:
         in_flight: batches launched and not yet committed.
         place: asks where to place a request's slices; used only if a stage has several shards.
         has_more: tells whether a tier has KV that a request lacks; None if there is no tier.
-        fetch: called with each request that is to be admitted and fetches KV from a tier.
+        fetch: called with each request that is to be admitted if ``has_more`` is true.
         make_room: asks for moves that avoid a preemption when a shard (its second argument) lacks
             pages; used only if a stage has several shards.
         halves_pay: tells whether to compute a step as two halves of its rows in turn; None if no
@@ -296,8 +296,13 @@ class Instance:
         Requests whose KV must be imported are left for ``take_admitted_imports``.
         """
         # A request without room here holds none there: the loop would drop them again and again.
-        fresh = self.has_more and not request.computed and self._has_room(request)
-        if self.has_more and fresh and self.has_more(request):
+        fetches = (
+            self.has_more
+            and not request.computed
+            and self._has_room(request)
+            and self.has_more(request)
+        )
+        if fetches:
             if not self._leaves_next_pages(request):
                 return False
             self.waiting.change(request, self.fetch)

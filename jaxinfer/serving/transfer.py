@@ -87,11 +87,8 @@ class HandOffs:
     def fetch_cached(self, request: RequestState, source: Instance) -> None:
         """Let the first leg's instance fetch the beginning that the cache of ``source`` has.
 
-        It is as if a leg there had computed these entries. Nothing happens if the request has KV,
-        or if the cache of its own instance has as much.
+        It is as if a leg there had computed these entries. ``has_more`` tells whether it pays.
         """
-        if not self.has_more(request, source):
-            return
         cached = source.cached_prefix(request, request.legs[0])
         hold = source.kv.hold_cached(cached)
         request.computed = request.launched = hold.num_cached

@@ -62,7 +62,7 @@ def tokens_alone(model: Path, folder: Path) -> list[Done]:
 
 
 def parts_of_steps(folder: Path) -> list[tuple[int, int]]:
-    """For each step of a run, the number of its rows, and that of its micro-batches."""
+    """Return, for each step of a run, the numbers of its rows and of its micro-batches."""
     lines = (folder / "steps.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [step for step in map(json.loads, lines) if "rows" in step]
     return [(step["rows"], len(step.get("halves", [0]))) for step in steps]

@@ -88,7 +88,7 @@ class AttentionGrid:
         """Return the time in microseconds as a function of the last quantity, given the others."""
         *axes, axis = self._axes
         first, corners, inside = 0, [(0, 1.0)], []
-        for x, others, stride in zip(at, axes, self._strides, strict=False):
+        for x, others, stride in zip(at, axes, self._strides[:-1], strict=True):
             near = min(max(x, others[0]), others[-1])
             inside.append(near)
             i = bisect_right(others, near) - 1

@@ -62,7 +62,7 @@ def serve_beside_a_fetch(pages: int) -> Outcome:
 
 
 def test_a_decode_takes_the_pages_that_another_request_waits_to_fetch() -> None:
-    """With eight pages, r1 takes back those that r2 waits for, and loses no step."""
+    """In a pool of eight pages, r1 takes back those that r2 waits for, and loses no step."""
     roomy, full = serve_beside_a_fetch(20), serve_beside_a_fetch(8)
     for outcome in (roomy, full):
         assert outcome.finished["r1"].metrics.token_times == [51.0 + step for step in range(20)]
