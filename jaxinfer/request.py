@@ -81,7 +81,7 @@ class SamplingParams(Options):
             output.
         logit_bias: Values added to logits, by token id.
         seed: Seed of the sampling; by default derived from the engine's seed and the request's id.
-            A repeated run repeats its tokens.
+            Either way, a repeated run samples the same tokens.
         max_tokens: Largest number of output tokens; 256 by default in lines of a batch.
         min_tokens: Smallest number of output tokens. Until then EOS and stop tokens are not drawn;
             a stop string has to end later.
@@ -144,7 +144,7 @@ class Sampling:
     """Sampling parameters completed by the engine: the payload of a request.
 
     Attributes:
-        end_token_ids: EOS (unless it is ignored) and stop tokens.
+        end_token_ids: EOS (unless the request ignores it) and the stop tokens.
         parent: id of the user's request, of which this is one of ``n`` continuations.
         index: number of this continuation.
     """

@@ -16,14 +16,14 @@ class Eviction(Options):
     """Options for which cached pages that no request uses are evicted first.
 
     Attributes:
-        order: The page that was used least recently (``lru``), or the one whose ``next_use`` by a
-            request of the run that waits for no other is last. A run then reads all its requests
-            before it starts.
-        pin_pages: Largest number of pages of sessions, those with the latest turns, that are
-            evicted only if there are no others. A page counts once for each session.
-        tier: Instance that computes nothing, and keeps copies of pages when their request ends, so
-            that they can be fetched after they have been evicted here.
-        tier_takes: Whether these are pages of all requests, or only of those of sessions.
+        order: Page to evict first: the least recently used one (``lru``), or the one that the run's
+            requests will need last (``next_use``; requests that wait for another one, such as later
+            turns, do not count). With ``next_use``, a run reads all its requests before it starts.
+        pin_pages: Number of pages, those of the sessions with the most recent turns, that are
+            evicted only if no other page is left. A page counts once for each session.
+        tier: Instance without computation that stores copies of a request's pages when the request
+            ends; pages that were evicted here can be fetched from it.
+        tier_takes: Requests whose pages the tier stores: ``all``, or only those of ``sessions``.
     """
 
     order: Literal["lru", "next_use"] = "lru"

@@ -23,15 +23,15 @@ class InstanceConfig(EngineOptions):
     """An instance: the engine's options, and its place in the cluster.
 
     Attributes:
-        group: Group of an instance with one stage.
-        stages: Pipeline stages, in order; tokens then pass through the host, and ``launch_ahead``
-            is off.
+        group: Group that holds the instance, if it has a single stage.
+        stages: Pipeline stages, in order; sampled tokens then pass through the host, and
+            ``launch_ahead`` is off.
         role: A word that the system reads and may change (``SetRole``). Figures count the seconds
             in each role.
         segments: Number of parts in which a stage's layers are compiled, for ``per_segment``. KV is
             sent as soon as its part is computed.
-        computes: With ``false``, the instance has no weights and only keeps pages for others, whose
-            ``eviction.tier`` names it.
+        computes: With ``false``, the instance has no weights and only stores pages for the
+            instances that name it as ``eviction.tier``.
     """
 
     segments: int = Field(default=1, ge=1)

@@ -8,8 +8,8 @@ class ByCacheOptions(Options):
     """Option of systems that can choose instances by their prefix caches.
 
     Attributes:
-        by_cache: Whether prompt tokens that a candidate's prefix cache has count as computed there,
-            and KV that it has as sent; the papers look at no cache.
+        by_cache: Whether the choice of an instance takes prefix caches into account: cached prompt
+            tokens need no computation, and cached KV need not be sent; the papers ignore caches.
     """
 
     by_cache: bool = False

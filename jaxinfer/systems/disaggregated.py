@@ -31,8 +31,8 @@ class DisaggregatedOptions(Options):
         prefill, decode: Names of the instances; a request goes to the one with the fewest requests.
         hand_off: When KV is sent.
         max_in_prefill: Largest number of requests in one prefill instance.
-        fetch: Whether a prefill instance fetches pages of a prompt that it lacks from the decode
-            instance whose prefix cache has most of it, e.g. those of the answer before.
+        fetch: Whether a prefill instance fetches missing pages of a prompt, such as those of an
+            earlier answer, from the decode instance whose prefix cache has the longest part of it.
     """
 
     prefill: Names = ("prefill",)

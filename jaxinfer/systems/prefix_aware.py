@@ -17,10 +17,10 @@ class PrefixAwareOptions(Options):
     """Options of ``PrefixAware``.
 
     Attributes:
-        weight: Weight of the prompt tokens that an instance's cache lacks, against the load that it
-            has already; 0 ignores the caches.
-        load: Unit of both: tokens, or the predicted seconds until they are computed, for instances
-            of unlike speed.
+        weight: Weight of the prompt tokens that an instance's cache lacks, relative to its present
+            load; 0 ignores the caches.
+        load: Unit of the load and of the missing tokens: ``tokens``, or the predicted ``seconds``
+            to compute them, for instances that differ in speed.
     """
 
     weight: float = Field(default=1.0, ge=0)

@@ -20,14 +20,14 @@ class SplitwiseOptions(ByCacheOptions):
     """Options of ``Splitwise``. What the paper leaves open is as in the authors' simulator.
 
     Attributes:
-        prompt, token: Instances of each pool; with ``token: []`` there is only one, and a request
-            runs on the instance with the shortest queue (the paper's baseline).
+        prompt, token: Instances of each pool; ``token: []`` makes one pool, in which a request runs
+            on the instance with the shortest queue (the paper's baseline).
         max_pending_tokens: Largest number of pending prompt tokens on a machine; beyond it, a
             machine of another pool is used.
         return_when: When a machine leaves the mixed pool: after the last request of the other pool
             (the paper), or after all its requests (the paper's simulator).
-        layerwise_from: Length of a prompt, in tokens, from which its KV is sent ``per_segment``,
-            otherwise ``at_end``; null: always ``at_end``.
+        layerwise_from: Smallest prompt, in tokens, whose KV is sent ``per_segment``; that of
+            shorter prompts is sent ``at_end``; null: always ``at_end``.
     """
 
     prompt: Names = ("prompt",)
