@@ -28,16 +28,18 @@ class Goal(Options):
     """The goal that decides which candidate is best.
 
     Attributes:
-        maximise: Find the largest rate that meets the targets: of the whole ``cluster``, or per
-            GPU, per dollar per hour, or per watt.
-        minimise: Instead, find the cheapest cluster that meets the targets at ``rate``, by GPUs,
-            dollars per hour or watts.
-        rate: Requests per second for ``minimise``. They arrive as a Poisson process.
+        maximise: Find the candidate with the largest rate that meets the targets: for the whole
+            ``cluster``, per GPU, per dollar per hour, or per watt.
+        minimise: Instead, find the cheapest cluster that meets the targets at ``rate``; the cost is
+            the number of GPUs, dollars per hour, or watts.
+        rate: Requests per second that the cluster must serve, for ``minimise``. They arrive as a
+            Poisson process.
         slo, attainment, criterion: Targets, as for ``jaxinfer capacity``.
         seeds: Number of seeds for arrivals, the same for all candidates. They count from 0.
         fresh_seeds: Number of further seeds that check the best candidate. The best of many
             candidates is partly lucky.
-        requests_per_gpu: Requests for each GPU of a candidate; by default all requests.
+        requests_per_gpu: Number of requests to simulate for each GPU of a candidate; by default,
+            all requests of the workload.
         precision: Share by which a rate found may be too low.
         top: With ``maximise``, number of best candidates whose rate is searched in full.
         at_once: Number of candidates that are compared at a time. More of them keep more cores
@@ -74,9 +76,9 @@ class Replan(Options):
         window_s: Length of the windows in which the load is measured, in seconds.
         shift: Plan again when a window's rate, mean prompt or mean output differs by more than this
             share from the load planned for.
-        reload_gb_s, reload_s: How fast each GPU loads weights, in 10^9 bytes per second, or the
-            seconds that loading takes.
-        beside: Further run files to compare with, by name.
+        reload_gb_s, reload_s: Rate at which each GPU loads weights, in 10^9 bytes per second, or
+            the seconds that loading takes.
+        beside: Further run files to compare with, each under a name.
     """
 
     window_s: float = Field(gt=0)

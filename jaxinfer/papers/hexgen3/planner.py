@@ -54,16 +54,17 @@ class HexGen3Options(Options):
     """Options of ``HexGen3Planner``.
 
     Attributes:
-        prefill: Of the instances for prompts: the GPUs' ``kind``, the largest number of instances
+        prefill: For prefill instances, the GPUs' ``kind``, the largest number of instances
             (``most``), ``tensor_parallel`` degrees and ``engine`` options.
-        attention, ffn: For each side of an instance that decodes, the GPUs' ``kind`` and the
-            numbers of ``devices`` to try.
-        pairs: Largest number of instances that decode.
+        attention, ffn: For the two groups of a decode instance, the GPUs' ``kind`` and the numbers
+            of ``devices`` to try.
+        pairs: Largest number of decode instances.
         micro_batches: Numbers of micro-batches to try.
-        engine: Options of the instances that decode, in addition to the common ones.
+        engine: Options of decode instances, in addition to the common ones.
         gpus: Largest number of GPUs in total.
         link_gb_s: Bandwidth from the prefill pool to the attention pool, in 10^9 bytes per second.
-        exchange_gb_s, exchange_s: Bandwidth and latency between attention and FFN.
+        exchange_gb_s, exchange_s: Bandwidth, in 10^9 bytes per second, and latency, in seconds,
+            between attention and FFN.
     """
 
     prefill: PhaseSide

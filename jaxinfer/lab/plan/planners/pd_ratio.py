@@ -39,7 +39,7 @@ class PhaseSide(Options):
     """Instances of one phase.
 
     Attributes:
-        kind: kind of their GPUs.
+        kind: kind of the GPUs.
         most: largest number of instances.
         tensor_parallel: degrees of tensor parallelism to try.
         engine: their engine options, in addition to the common ones.
