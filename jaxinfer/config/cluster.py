@@ -87,7 +87,7 @@ class InstanceConfig(EngineOptions):
 
     @property
     def is_spread(self) -> bool:
-        """True if KV heads may lie on groups other than the stages' own."""
+        """True if KV heads may be on groups other than the stages' own."""
         return any(stage.attention for stage in self.stages)
 
     @property
@@ -97,7 +97,7 @@ class InstanceConfig(EngineOptions):
 
     @property
     def lenders(self) -> list[str]:
-        """The groups that compute a part of layers for its stages, each once."""
+        """The groups that compute attention or FFN for its stages, each listed once."""
         return [*dict.fromkeys(group for place in self.places for group in place.lenders)]
 
     @property
@@ -146,8 +146,8 @@ class ClusterConfig(Options):
 
     Attributes:
         ray: Address of the Ray cluster that finds hosts for groups; None if no group asks for it.
-        lent: In the part of one process, the number of devices of each attention or FFN group that
-            is in another process.
+        lent: For each attention or FFN group in another process, its number of devices; used only
+            in one process's part of a cluster.
     """
 
     groups: Named[GroupConfig]
@@ -277,7 +277,7 @@ class ClusterConfig(Options):
 
     @property
     def tiers(self) -> dict[str, str]:
-        """The instances that keep pages, by those whose pages they keep."""
+        """The tier of each instance that has one."""
         found = {name: each.eviction.tier for name, each in self.instances.items()}
         return {name: tier for name, tier in found.items() if tier is not None}
 

@@ -1,4 +1,4 @@
-"""The run file's section ``simulate``: costs that the modelled cluster's data sheets leave open."""
+"""The run file's section ``simulate``: costs that do not follow from the GPUs' data sheets."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -39,7 +39,7 @@ Tables = Annotated[str | PublishedTables | None, BeforeValidator(_as_tables)]
 
 
 class GroupCosts(Options):
-    """Costs of one device group's steps, if they differ from the others'; see ``SimulateOptions``.
+    """Costs of one device group's steps that differ from the common ones in ``SimulateOptions``.
 
     Attributes:
         node: Node of the hardware file that has the group's GPUs.
@@ -147,7 +147,7 @@ class SimulateOptions(Options):
 
     @property
     def where(self) -> str:
-        """Section of the file that the costs come from, with a colon; empty for the roofline."""
+        """Name of the section that the costs come from, with a colon; empty for the roofline."""
         return f"simulate.{self._where}{self.measured}: " if self.measured else ""
 
 

@@ -30,7 +30,7 @@ def engine_named(name: object) -> dict[str, Any]:
 
 
 class EngineOptions(Options):
-    """Options that decide how a model is run. Names follow vLLM where it has the option.
+    """Options that decide how a model is run. Options that vLLM also has keep vLLM's names.
 
     Attributes:
         like: Name of an engine in ``configs/engines.yaml``; its options apply where you do not set
@@ -201,7 +201,7 @@ class EngineOptions(Options):
         return 1
 
     def sharing_gpu(self, users: int) -> Self:
-        """Return options with an even part of a GPU's memory, if it is shared and none is given.
+        """Return options with an equal part of a shared GPU's memory, unless a part is given.
 
         Args:
             users: number of stages on the GPU, including this one.
@@ -211,7 +211,7 @@ class EngineOptions(Options):
         return self.model_copy(update={"memory_fraction": GPU_SHARE / users})
 
     def on_gpu(self) -> Self:
-        """Return options with a GPU's step sizes where none are given, as far as others allow.
+        """Return options with a GPU's default step sizes, as far as other options allow them.
 
         A modelled GPU has the given sizes, or those of a CPU.
         """

@@ -119,8 +119,8 @@ class Workload(Options):
         Args:
             model: model whose tokenizer is used for traces with texts, if there is no
                 ``tokenizer``.
-            note: called with a text on requests that were left out, or times that are ignored.
-            searched: whether rates are searched for, so that arrivals do not matter.
+            note: called with a line about skipped requests or ignored times.
+        searched: whether a search will set the rates, so that the workload's arrivals are ignored.
 
         Raises:
             JaxinferError: there is no trace, it cannot be read, or it has no request of the class.

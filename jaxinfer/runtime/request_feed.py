@@ -43,7 +43,7 @@ class RequestFeed:
         If the requests need a new sampler, it is compiled first; all later steps use it.
 
         Args:
-            progress: told of compiling.
+            progress: receives the progress of compiling.
             at_least_one: read a request even without room, if any are left.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Options of when an instance's pages are taken, cached and freed."""
+"""Options for when an instance's pages are taken, cached and freed."""
 
 from typing import Literal
 

@@ -161,7 +161,7 @@ class Running:
         return group
 
     def steady_group(self) -> DecodeGroup | None:
-        """The group that all requests are in, and all grouped steps in flight are of."""
+        """The single group that all requests and all grouped steps in flight belong to, or None."""
         if self._ungrouped or len(self._groups) != 1:
             return None
         (group,) = self._groups

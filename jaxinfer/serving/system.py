@@ -22,8 +22,8 @@ class Assignment:
     """The legs that a waiting request will take; later ones may be left open.
 
     Attributes:
-        fetch_from: instance whose prefix cache sends the first leg's instance the beginning that
-            this one's cache lacks, if it has more; for a request that has no KV yet.
+        fetch_from: instance from whose prefix cache the first leg's instance fetches the part of
+            the prompt that it lacks, if there is one; for a request that has no KV yet.
     """
 
     request: str
@@ -68,7 +68,7 @@ class SetRole:
 
 @dataclass(frozen=True)
 class Pause:
-    """Exclude a request from steps; it keeps its pages."""
+    """Exclude a running request from steps; it keeps its pages."""
 
     request: str
 

@@ -41,7 +41,7 @@ class ShardCost:
     round_trip: float = 0.0
 
     def seconds(self, work: ShardWork) -> float:
-        """Return the seconds of a step; 0 if none of its heads lies here."""
+        """Return the seconds of a step; 0 if none of its heads is here."""
         return self.busy(work) + self.round_trip if work.tokens else 0.0
 
     def busy(self, work: ShardWork) -> float:

@@ -43,7 +43,7 @@ class DisaggregatedOptions(Options):
 
 
 class Disaggregated(System):
-    """Prefill on one kind of instances, decode on another: Cronus with the cut at the prompt's end.
+    """Prefills on some instances and decodes on others: Cronus with the cut at the prompt's end.
 
     This is how Cronus' paper runs its baseline. Of the prefill instances with room for one more
     request, a request gets the one with the fewest requests; it also gets the decode instance with

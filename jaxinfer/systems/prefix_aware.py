@@ -1,4 +1,4 @@
-"""Whole requests where the prefix cache helps most for the load: llm-d's and Dynamo's routing."""
+"""Routing by load and prefix caches, as in llm-d and Dynamo; each request runs on one instance."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -44,7 +44,7 @@ class PrefixAware(System):
         self._room = KVRoom()
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
-        """An empty sequence: KV stays where it is."""
+        """Return no routes: KV stays where it is."""
         return ()
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:

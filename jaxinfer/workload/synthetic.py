@@ -1,4 +1,4 @@
-"""Random lengths, for work without a trace; and classes of requests."""
+"""Requests with random lengths, and classes of requests."""
 
 import math
 import random
@@ -26,7 +26,7 @@ _PATIENCE = 10_000
 class Sessions(Options):
     """Options of synthetic sessions: conversations or agents whose prompts grow by each answer.
 
-    Each turn's prompt is the prompt and the answer of the turn before, and new tokens, as many as
+    Each turn's prompt consists of the previous prompt, its answer, and a number of new tokens that
     ``input_len`` draws.
 
     Attributes:

@@ -60,7 +60,7 @@ class Goal(Options):
     at_once: int = Field(default=8, ge=1)
 
     def model_post_init(self, context: object, /) -> None:
-        """Refuse two goals and none, and a rate that is missing or has no use."""
+        """Refuse two goals or none, and a rate that is missing or unused."""
         if bool(self.maximise) == bool(self.minimise):
             raise JaxinferError("give either maximise or minimise")
         if self.minimise and self.rate is None:
@@ -88,7 +88,7 @@ class Replan(Options):
     beside: Named[str] = Field(default_factory=dict)
 
     def model_post_init(self, context: object, /) -> None:
-        """Refuse both or neither of the costs of reloading, and names that are taken."""
+        """Refuse both or neither of the reload options, and reserved names."""
         if (self.reload_gb_s is None) == (self.reload_s is None):
             raise JaxinferError("give either reload_gb_s or reload_s")
         for name in ("replanned", "static", "oracle"):
@@ -105,7 +105,7 @@ class Problem(Options):
         run: Common part of all candidates' run files, with the workload. If it has no model or no
             requests, they are taken from the planner's files, which must agree.
         prices: Dollars per hour of a GPU by name; by default those of a hardware file's nodes.
-        replan: Plan again whenever the load has shifted.
+        replan: Options to plan again whenever the load has shifted.
     """
 
     planner: ByName

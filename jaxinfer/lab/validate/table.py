@@ -73,7 +73,7 @@ class Compared:
 
 
 def beside(given: Mapping[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of the given columns and ours; given ones with our names become ``own_NAME``."""
+    """Return a row of the given columns and our own; given columns with our names get ``own_``."""
     return {_own_name(name, {*given, *ours}, ours): value for name, value in given.items()} | ours
 
 

@@ -2,8 +2,8 @@
 
 Follows Aladdin, sections 4 and 5; with several kinds of workers, it finds the cheapest mix. Eq. 6
 chooses a worker's size from its fitted step times, and gives a first estimate of their number. The
-smallest number is found by simulation; it is exact if an additional worker never does harm. Eq. 7
-predicts the number from those at lower rates.
+smallest number is found by simulation; it is exact if an additional worker never lowers the rate.
+Eq. 7 predicts the number from those at lower rates.
 """
 
 import math

@@ -163,5 +163,5 @@ class Aladdin(System):
         return [*(Reassign(name, (Leg(to),)) for name, to in moves.items()), *roles]
 
     def report(self) -> Mapping[str, object]:
-        """Return how often a worker was switched on, and how many unstarted requests moved."""
+        """Return how often workers were switched on, and how many unstarted requests were moved."""
         return dict(self._counts)

@@ -1,8 +1,8 @@
 """Sizes of pools for prefill, attention and FFN (HexGen-3, MegaScale-Infer).
 
 Prompts are computed by instances of the first pool. A device group of the second pool and one of
-the third make an instance that decodes, its steps as micro-batches in turn. All of this is
-``disaggregated``; there is no system of its own.
+the third form a decode instance, whose steps are computed as micro-batches. The candidates use the
+system ``disaggregated``.
 
 A closed form decides which sizes are not simulated (arXiv 2601.21351): a step of decodes takes at
 least as long as its attention, its FFN, or its hidden states on the link, whichever is longest,
@@ -39,7 +39,7 @@ Counts = tuple[Annotated[int, Field(ge=1)], ...]
 
 
 class PoolSide(Options):
-    """GPUs of one side of an instance that decodes.
+    """GPUs of one side of a decode instance.
 
     Attributes:
         kind: kind of the GPUs.
@@ -88,7 +88,7 @@ class HexGen3Options(Options):
 
 @dataclass(frozen=True)
 class Shape:
-    """GPUs of an instance for prompts, and of the two sides of one that decodes."""
+    """GPUs of a prefill instance, and of the two sides of a decode instance."""
 
     prefill: int
     attention: int
@@ -97,15 +97,15 @@ class Shape:
 
 @dataclass(frozen=True)
 class LeastTimes:
-    """The least step times of an instance with an FFN group, as its cost model."""
+    """A cost model with the least possible step times of an instance with an FFN group."""
 
     stages_: Sequence[ModelledFfnStage]
 
     def stages(self, work: Work) -> list[float]:
         """Return the least seconds of each stage, whatever its micro-batches.
 
-        Attention, FFN and link are each busy for at least as long as with the whole step at once:
-        parts of it read weights again.
+        Attention, FFN and link are each busy for at least as long as if the step were computed at
+        once, because micro-batches read weights again.
         """
         found = []
         for stage in self.stages_:

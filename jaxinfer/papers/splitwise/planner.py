@@ -74,7 +74,7 @@ class Design:
     Args:
         name: name in the table.
         base: part of the run file.
-        of: costs that will be asked for.
+        of: costs that will be needed.
 
     Raises:
         JaxinferError: the run file has other pools, or cannot have this number of machines.

@@ -101,7 +101,7 @@ class Splitwise(System):
         self.pools.take_back(request.id, cluster.instances, cluster.now)
 
     def report(self) -> Mapping[str, object]:
-        """Return when each machine was in which pool; of many moves, only the first ones."""
+        """Return the moves of machines between pools; of many, only the first ones."""
         found = {name: [(0.0, "prompt")] for name in self.options.prompt}
         found |= {name: [(0.0, "token")] for name in self.options.token}
         for time, name, where in self.pools.moves:

@@ -102,7 +102,7 @@ class SamplingInputs(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """Tokens, sampled or given, with the model's own opinion of them (before any option).
+    """Tokens, sampled or given, with their probabilities under the model (before any option).
 
     Attributes:
         token_S: int32.

@@ -310,7 +310,7 @@ def _addressable(config: ModelConfig, kv_dtype: jnp.dtype, page_size: int, heads
 
 
 def choose_dtype(options: EngineOptions, device: jax.Device) -> jnp.dtype:
-    """Choose the dtype of weights and KV cache, unless these have dtypes of their own."""
+    """Choose the dtype of weights and KV cache, unless they have separate dtypes."""
     automatic = "float32" if device.platform == "cpu" else "bfloat16"
     return jnp.dtype(automatic if options.dtype == "auto" else options.dtype)
 

@@ -108,7 +108,7 @@ class AttentionTable:
         return micros
 
     def of_decodes(self, rows: int) -> Callable[[float], float]:
-        """Return microseconds of decodes alone, as a function of the mean of their contexts."""
+        """Return microseconds of a step that only decodes, as a function of the mean context."""
         return self._decodes.along(0.0, 0.0, rows)
 
     def _at(self, chunk: float, y: float, n: int, context: float) -> float:
