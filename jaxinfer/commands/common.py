@@ -138,7 +138,7 @@ def left_as_found(out: Path, existed: bool, is_kept: Callable[[Path], bool]) -> 
 
     Args:
         existed: whether there was a folder, which was empty.
-        is_kept: tells whether the folder's contents are valuable, so that all of it stays.
+        is_kept: returns whether the folder's contents are valuable, so that all of it stays.
     """
     try:
         yield

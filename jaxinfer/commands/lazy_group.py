@@ -1,4 +1,4 @@
-"""A group of commands, each imported when it is asked for."""
+"""A group of commands, each of which is imported on first use."""
 
 from collections.abc import Sequence
 from importlib import import_module

@@ -118,7 +118,7 @@ class GroupConfig(Options):
 
     @property
     def is_apart(self) -> bool:
-        """True if the group has a process of its own, on any host."""
+        """True if the group has its own process, on any host."""
         return bool(self.process or self.host or self.ray)
 
     @property

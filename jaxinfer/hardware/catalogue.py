@@ -75,7 +75,7 @@ class Gpu(Options):
 
     @property
     def is_torus(self) -> bool:
-        """True if each axis of a mesh has links of its own."""
+        """True if each axis of a mesh has its own links."""
         return self.link.upper().startswith("ICI")
 
     @property

@@ -127,7 +127,7 @@ def checkout() -> tuple[str | None, bool | None]:
 
 
 def made_by_another(run: Mapping[str, Any]) -> str:
-    """Return the version or commit that made a run, by its ``run.json``; empty if it is ours."""
+    """Return the other version or commit that made a run; empty if this one made it."""
     version = (run.get("versions") or {}).get("jaxinfer")
     if version != jaxinfer.__version__:
         return f"the run was made by version {version}, this is {jaxinfer.__version__}"

@@ -93,7 +93,7 @@ class RequestFeed:
         return requests
 
     def check_all_came(self) -> None:
-        """Raise JaxinferError if a request waited for more ends than there were."""
+        """Raise JaxinferError if a request waits for the end of more requests than the run has."""
         if self._releases:
             raise JaxinferError(
                 "a request waits for the ends of more requests than there are: its after_ends must "

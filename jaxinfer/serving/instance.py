@@ -61,7 +61,7 @@ class Instance:
         fetch: called with each request that is to be admitted if ``has_more`` is true.
         make_room: asks for moves that avoid a preemption when a shard (its second argument) lacks
             pages; used only if a stage has several shards.
-        halves_pay: tells whether to compute a step as two halves of its rows in turn; None if no
+        halves_pay: returns whether to compute a step as two halves of its rows in turn; None if no
             step is split.
         asks_spans: whether batches state the smallest and largest number of KV entries that a
             decode sees.

@@ -1,4 +1,4 @@
-"""A request as the loop keeps it: a few ordered counters, and where its KV lies."""
+"""The state of a request in the loop: a few ordered counters, and the places of its KV."""
 
 from array import array
 from collections.abc import Callable, Sequence

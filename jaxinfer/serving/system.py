@@ -1,4 +1,4 @@
-"""The interface of serving systems: what their rules can decide (``views.py``: what they see)."""
+"""The interface of serving systems: the decisions that they make (``views.py``: what they see)."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -146,7 +146,7 @@ class System:
         return list(permutations(instances, 2))
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """Assign legs to some of the waiting requests; the others go on waiting.
+        """Assign legs to some of the waiting requests; the others continue to wait.
 
         Called when requests wait and something has changed. A request waits after its arrival, and
         again if its last leg ended before the request did.

@@ -88,7 +88,7 @@ class HandOffs:
         """Let the first leg's instance fetch the part of the prompt that ``source`` has cached.
 
         The effect is the same as if a leg on ``source`` had computed these entries. Call
-        ``has_more`` first: it tells whether there is anything to fetch.
+        ``has_more`` first: it returns whether there is anything to fetch.
         """
         cached = source.cached_prefix(request, request.legs[0])
         hold = source.kv.hold_cached(cached)

@@ -89,7 +89,7 @@ class ShardView(Protocol):
 
     @property
     def device(self) -> int:
-        """Number of the device in its group, if each device is a shard of its own; otherwise 0."""
+        """Number of the device in its group, if each device is its own shard; otherwise 0."""
 
     @property
     def slices(self) -> Collection[int]:

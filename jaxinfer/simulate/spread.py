@@ -1,4 +1,4 @@
-"""A stage whose KV heads lie on several device groups.
+"""A stage whose KV heads are on several device groups.
 
 Attention takes as long as the slowest group, including the exchange (Hetis eqs. 3, 4 and 7, by
 rooflines).

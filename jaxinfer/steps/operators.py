@@ -2,8 +2,8 @@
 
 XLA fuses across operators, and small ones would measure their launch. Steps are therefore measured
 as a whole, for the model with few layers and with more. The difference is the layers' time, and the
-rest is that of the step. Steps that differ only in what they attend to separate attention from the
-rest of a layer.
+rest is that of the step. Steps that differ only in their contexts separate attention from the rest
+of a layer.
 """
 
 import csv

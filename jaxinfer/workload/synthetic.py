@@ -65,7 +65,8 @@ class Synthetic(Options):
         range_ratio: Turns each number n into the range from ``n * (1 - range_ratio)`` to
             ``n * (1 + range_ratio)``, as in vLLM.
         count: Number of requests; each turn of a session counts as one.
-        prefixes: Prefixes that prompts share; in sessions, the prompts of first turns.
+        prefixes: Prefixes that prompts share; in sessions, only the prompts of first turns begin
+            with one.
         sessions: Makes the requests turns of sessions; each prompt begins with the previous turn.
         seed: Seed of the random lengths. Prompts do not depend on how outputs are drawn, nor
             outputs on prompts.

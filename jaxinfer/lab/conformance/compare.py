@@ -1,4 +1,4 @@
-"""Compares the KV that arrived with what should have: wrong blocks, and their owners."""
+"""Compares the KV that arrived with the expected KV; finds wrong blocks and their owners."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -37,9 +37,7 @@ class Compared:
         return self.found is not None and "refused" not in self.found
 
     def predicted(self, name: str) -> float:
-        """Return milliseconds; for a whole request, those of one with nominal length,
-        as measured.
-        """
+        """Return a figure in predicted milliseconds; E2E is for a request of nominal length."""
         assert self.found
         if name != "e2e":
             return float(self.found[f"{name}_ms"])

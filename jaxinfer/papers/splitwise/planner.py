@@ -29,7 +29,7 @@ class Most(Options):
     """Largest numbers of machines in a design.
 
     Attributes:
-        prompt: Replicas of the instance of this name, each with a group of its own.
+        prompt: Replicas of the instance of this name, each with its own group.
         token: Replicas of the instance of this name; without ``token``, the cluster has one pool.
     """
 
@@ -69,7 +69,7 @@ class SplitwisePoolsOptions(Options):
 
 
 class Design:
-    """Kinds of machines, with variable numbers.
+    """A design: kinds of machines, whose numbers vary.
 
     Args:
         name: name in the table.

@@ -167,7 +167,7 @@ class Account:
     open_to: dict[str, "Account"] = field(default_factory=dict)
 
     def of(self, kind: InstanceClass, number: int) -> "Account":
-        """Add the instance to a kind; it counts for nothing until it is updated."""
+        """Add the instance to a kind; it adds nothing to the totals until it is updated."""
         self.kind, self.number = kind, number
         self.decodes = self.entries = self.due = self.seats = self.room = 0
         return self

@@ -109,7 +109,7 @@ def _free_tokens(book: Account) -> int:
 
 
 def note(book: Account, step: StepView) -> None:
-    """Record what is left of the partly computed prompts after a step."""
+    """Record the remaining tokens of partly computed prompts after a step."""
     under_way = book.under_way
     for row in step.rows:
         request = row.request

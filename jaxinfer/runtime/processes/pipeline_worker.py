@@ -114,7 +114,7 @@ class PipelineWorker:
         return part
 
     def follow_on(self, loaded: Sequence[tuple[Process, Loaded]]) -> None:
-        """Let each process receive hidden states from the one before it."""
+        """Let each process receive hidden states from the previous one."""
         for ((_, before), (process, _)), link in zip(pairwise(loaded), self._links, strict=True):
             next(process.ask(FollowOn(self.instance, before.addresses[self.instance], link)))
 

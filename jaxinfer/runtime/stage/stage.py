@@ -74,7 +74,7 @@ class Stage:
         yield empty_inputs(shape, self.step.limits)
 
     def compile_ahead(self, sampler: SamplerShape) -> Iterator[int]:
-        """Compile all steps with this sampler; yields how many are left."""
+        """Compile all steps with this sampler; yields the number left."""
 
         def run_on_padding(key: Key) -> None:
             x_TD, previous_S = None, self.previous_S

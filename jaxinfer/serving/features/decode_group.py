@@ -257,7 +257,7 @@ class DecodeGroup:
             self._oldest = self._committed
 
     def leave(self, request: RequestState) -> None:
-        """Update a member and take it out; in steps in flight, it gets a row of its own."""
+        """Update a member and take it out; in steps in flight, it gets its own row."""
         member = self._members.pop(request.id)
         self._retired.pop(request.id, None)
         if not self.fresh.pop(request.id, None):

@@ -41,7 +41,7 @@ class AttentionTable:
         skew: additional time of decodes of unequal lengths; None if only their mean counts.
 
     Raises:
-        JaxinferError: there are no batches of a chunk alone, or none of decodes alone.
+        JaxinferError: there are no batches with only a chunk, or none with only decodes.
     """
 
     def __init__(
