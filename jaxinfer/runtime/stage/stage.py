@@ -122,8 +122,7 @@ class Stage:
     def start_of(self, before: float, x_TD: jax.Array) -> float:
         """Return when hidden states arrive here from the previous stage, which ended at ``before``.
 
-        Their travel time counts if steps are emulated; profiles, which other uses need, do not
-        include it.
+        Their travel time counts only if steps are emulated; profiles, for example, exclude it.
         """
         late = self.link if self.emulate else None
         return before + (late.seconds(x_TD.nbytes) if late else 0.0)
