@@ -19,8 +19,7 @@ _LAUNCHES = 7
 
 
 def most_rows(tokens: float, model: ModelShape, experts: int) -> float:
-    """Return the largest possible number of rows in the blocks of a device with these experts.
-    """
+    """Return the largest possible number of rows in the blocks of a device with ``experts``."""
     rows = tokens * model.num_experts_per_tok + experts * (BLOCK - 1)
     return -(-rows // BLOCK) * BLOCK
 
