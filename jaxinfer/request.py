@@ -74,10 +74,10 @@ class SamplingParams(Options):
         top_p: Sample from the most likely tokens whose probabilities add up to this value.
         min_p: Drop tokens whose probability is below this share of the most likely one's. It is
             applied before top_k and top_p.
-        repetition_penalty: Divides positive logits, and multiplies negative ones, of tokens in the
-            prompt or output.
-        presence_penalty: Subtracted from the logits of tokens in the output.
-        frequency_penalty: Subtracted from the logit of a token for each time that it occurs in the
+        repetition_penalty: Factor for tokens in the prompt or output: divides their positive
+            logits, and multiplies their negative ones.
+        presence_penalty: Number subtracted from the logits of tokens in the output.
+        frequency_penalty: Number subtracted from a token's logit for each of its occurrences in the
             output.
         logit_bias: Values added to logits, by token id.
         seed: Seed of the sampling; by default derived from the engine's seed and the request's id.

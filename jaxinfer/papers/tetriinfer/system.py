@@ -32,7 +32,7 @@ class TetriInferOptions(Options):
         report_s: Seconds between load reports of the instances.
         flip_after_s: Seconds for which an instance must be idle, while the other role is busy,
             before the instance takes that role; null: never.
-        flip_below: Share of those seconds in which this need not hold.
+        flip_below: Share of those seconds during which this condition may be violated.
         seed: Seed of the random choices.
     """
 
