@@ -6,6 +6,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from jaxinfer.report.pictures import name_lines
 from jaxinfer.report.plots import COLOURS
 from jaxinfer.report.records import read_lines
 from jaxinfer.simulate.costs.piecewise_linear import PiecewiseLinear
@@ -82,10 +83,20 @@ def draw_pools(public: Public, design: PublicDesign, trace: Sequence[BenchReques
         x.append(time)
         for pool, counts in y.items():
             counts.append(sum(place == pool for place in now.values()))
-    for colour, (pool, counts) in zip(COLOURS, y.items(), strict=False):
-        ax.step(x, counts, where="post", color=colour, label=f"{pool} pool")
+    last = 60 * len(rates)
+    for colour, counts in zip(COLOURS, y.values(), strict=False):
+        ax.step([*x, last], [*counts, counts[-1]], where="post", color=colour)
     for number, rate in enumerate(rates):
-        ax.text(60 * number + 2, 44, f"{rate} RPS", fontsize=8)
-    ax.set(xlabel="seconds", ylabel="machines", xlim=(0, 60 * len(rates)), ylim=(0, 47))
-    ax.legend(frameon=False, loc="center left")
+        unit = " requests/s" if not number else ""
+        ax.text(60 * number + 2, len(now) + 2, f"{rate}{unit}", fontsize=9, color="0.4")
+        ax.axvline(60 * number, color="0.8", lw=0.8, ls="--", zorder=0)
+    ax.set(xlabel="time (s)", ylabel="machines", xlim=(0, last), ylim=(0, len(now) + 6))
+    ends = zip(y.items(), COLOURS, strict=False)
+    name_lines(ax, {f"{pool} pool": (last, n[-1], colour) for (pool, n), colour in ends})
+    ax.set_title(
+        f"{max(y['mixed'])} of {len(now)} machines join the mixed pool at {max(rates)} requests/s,"
+        f"\nof which {y['mixed'][-1] or 'none'} remain at the end",
+        loc="left",
+        fontsize=10,
+    )
     return figure
