@@ -202,8 +202,8 @@ def summary(path: Path) -> str:
     *counts, last = (f"{sums[name]:,} {name.replace('_', ' ')}" for name in COUNTS)
     return (
         f"In {equal} of {len(rows)} runs, the simulator makes the same decisions as the engine. "
-        f"Together, the ledgers have {', '.join(counts)} and {last}. Instances were lost {sums['lost']} times and "
-        f"returned {sums['back']} times."
+        f"Together, the ledgers have {', '.join(counts)} and {last}. Instances were lost "
+        f"{sums['lost']} times and returned {sums['back']} times."
     )
 
 
