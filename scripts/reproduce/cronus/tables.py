@@ -101,7 +101,8 @@ def draw_figure_4(points: Sequence[Row]) -> Figure:
     Cronus is drawn next to the three approaches with which the paper compares its latency.
     """
     figure = Figure(figsize=(13, 7), layout="constrained")
-    for part, what in zip(figure.subfigures(2), LATENCIES, strict=True):
+    parts: Any = figure.subfigures(2)
+    for part, what in zip(parts, LATENCIES, strict=True):
         drawn = [name for name in APPROACHES if name in ("Cronus", *DRAWN[what])]
         panels = part.subplots(1, len(SETUPS), sharex=True, sharey=True)
         for ax, setup in zip(panels, SETUPS, strict=True):
