@@ -48,7 +48,7 @@ def draw(folder: Path, path: Path) -> None:
     """Draw a panel for each instance."""
     lines = read_lines(folder)
     instances, wall = lines.run["instances"], lines.run["metrics"]["wall_s"]
-    figure = Figure((10, 0.8 + 0.95 * len(instances)), layout="constrained")
+    figure = Figure((10, 0.8 + 1.15 * len(instances)), layout="constrained")
     axes = figure.subplots(len(instances), 1, squeeze=False, sharex=True)[:, 0]
     shown: dict[str, Patch] = {}
     for ax, (name, about) in zip(axes, instances.items(), strict=True):
@@ -69,11 +69,14 @@ def draw(folder: Path, path: Path) -> None:
             ax.axvspan(start, stop, color="0.85", lw=0, zorder=0)
             ax.text(start, 1.02, role, fontsize=7, va="bottom")
             shown["role"] = Patch(color="0.85", label="has another role")
-        ax.set(xlim=(0, wall), ylim=(-0.4, 1.05), yticks=(0, 1))
-        ax.set_ylabel(name, rotation=0, ha="right", va="center")
+        ax.set(xlim=(0, wall), ylim=(-0.4, 1.05))
+        ax.set_yticks((0, 1), ("0 %", "100 %"))
+        busy = 100 * sum(step["end"] - step["start"] for step in steps) / wall
+        said = f"busy for {min(busy, 100):.0f} % of the run" if steps else "never used"
+        ax.set_title(f"{name}: {said}", loc="left", fontsize=9)
         ax.spines[["top", "right"]].set_visible(False)
-    axes[-1].set_xlabel("seconds")
-    pages_line = Line2D([], [], color="black", lw=1, label="share of its pages in use")
+    axes[-1].set_xlabel("time (s)")
+    pages_line = Line2D([], [], color="black", lw=1, label="KV pages in use")
     figure.legend(
         handles=[pages_line, *shown.values()],
         loc="outside lower center",

@@ -45,10 +45,21 @@ from scripts.validate.decision_cases import (
 
 COUNTS = "entries", "preemptions", "transfers", "slice_moves", "cached_tokens"
 # Kinds of decisions, and of events that lead to some; a matrix must have all of them.
-KINDS = (
-    "admissions", "chunks", "hand_offs", "preemptions", "reassignments", "slice_moves",
-    "role_changes", "prefix_hits", "halves", "stops", "losses", "returns", "without_shards",
-)  # fmt: skip
+KINDS = {
+    "admissions": "a request is admitted",
+    "chunks": "a prompt is computed in several chunks",
+    "hand_offs": "KV is handed off to another instance",
+    "preemptions": "a request is preempted",
+    "reassignments": "a request that has started gets a new route",
+    "slice_moves": "KV heads move to another device",
+    "role_changes": "an instance changes its role",
+    "prefix_hits": "the beginning of a prompt is found in the prefix cache",
+    "halves": "a batch is computed in two halves",
+    "stops": "a request ends at a stop token or stop text",
+    "losses": "an instance is lost",
+    "returns": "a lost instance returns",
+    "without_shards": "an instance continues without a lost attention group",
+}
 _OF_ENTRIES = {
     "send": "hand_offs", "victim": "preemptions", "role": "role_changes", "lost": "losses",
     "back": "returns", "without": "without_shards",
@@ -182,19 +193,24 @@ def never(rows: Iterable[Row]) -> list[str]:
 
 
 def summary(path: Path) -> str:
-    """Return a sentence with the numbers of runs, of equal ledgers, and of all events."""
+    """Return sentences with the numbers of runs, of equal ledgers, and of all events."""
     rows = read_csv(path)
     sums = Counter[str]()
     for row in rows:
         sums.update({key: value for key, value in row.items() if isinstance(value, int)})
     equal = sum(not row["difference"] for row in rows)
-    counts = ", ".join(f"{sums[c]:,} {c.replace('_', ' ')}" for c in (*COUNTS, "lost", "back"))
-    text = f"Of {len(rows)} runs, {equal} have equal ledgers: {counts}."
-    if "kinds" not in rows[0]:  # This file is older.
-        return text
-    kinds = Counter(each.partition(":")[0] for row in rows for each in str(row["kinds"]).split())
-    made = ", ".join(f"{name.replace('_', ' ')} in {kinds[name]}" for name in KINDS)
-    return f"{text} Runs with {made}."
+    *counts, last = (f"{sums[name]:,} {name.replace('_', ' ')}" for name in COUNTS)
+    return (
+        f"In {equal} of {len(rows)} runs, the simulator makes the same decisions as the engine. "
+        f"Together, the ledgers have {', '.join(counts)} and {last}. Instances were lost "
+        f"{sums['lost']} times and returned {sums['back']} times."
+    )
+
+
+def runs_with(path: Path) -> Counter[str]:
+    """Return the number of runs that have each kind of decision."""
+    rows = read_csv(path)
+    return Counter(each.partition(":")[0] for row in rows for each in str(row["kinds"]).split())
 
 
 @click.command()

@@ -31,7 +31,7 @@ from jaxinfer.runtime.stage.stage import Stage
 from jaxinfer.simulate.run import simulate
 from jaxinfer.text.prompts import TokensPrompt
 from scripts.tables import write_csv
-from scripts.validate.decisions import summary
+from scripts.validate.decisions import KINDS, runs_with, summary
 from scripts.validate.faults.registry import all_faults
 from scripts.validate.faults.scenario import MODEL, PAIRS, WIDE, WINDOWED, scenario
 
@@ -42,6 +42,25 @@ MODELLED = "configs/modelled/disaggregated.yaml"
 REQUESTS, ROUNDS = 500, 12
 SERVED = "smollm2-135m-instruct"
 PROMPTS, PROMPT, OUTPUT = 4, 256, 64
+
+# Paragraphs of the page.
+INTRODUCTION = (
+    "This page has the results of the tests that [the page on proofs](../proof.md) explains. "
+    "`python -m scripts.validate.proof FILE.md` writes it."
+)
+LEDGERS = (
+    "All systems served nine workloads in real runs of a tiny model, and the simulator repeated "
+    "each run from its ledger, the file with all scheduling decisions."
+)
+FAULTS = (
+    "The check of hand-offs sends KV between two configurations, and must find each deliberate "
+    "fault and name its kind. Configurations differ in page size, data type, KV layout, tensor "
+    "parallelism and pipeline stages."
+)
+COSTS = (
+    "The table has the CPU time that two options add to a run. For the ledger, it is the median, "
+    "with the quartiles in brackets, of pairs of runs with and without the option."
+)
 
 Pair = tuple[KVLayout, KVLayout, GoldenModel]
 Found = tuple[Counter[str], Counter[str], list[str]]
@@ -231,39 +250,56 @@ def page(tables: Path) -> str:
     found = {of: faults(some) for of, some in pairs.items()}
     tables.mkdir(exist_ok=True)
     write_csv(tables / "faults.csv", by_name(found))
-    words = (f"{len(PAIRS)} pairs of layouts that ship", f"{DRAWN_FAULTS} pairs drawn by a seed")
+    words = (f"{len(PAIRS)} fixed pairs", f"{DRAWN_FAULTS} random pairs")
     lines = [
         "# Proof: results",
-        "[What they mean](../proof.md). `python -m scripts.validate.proof FILE.md` makes it.",
+        *wrap(INTRODUCTION, 100),
         "",
         "## Ledgers",
-        f"[All systems, nine workloads]({tables.name}/decisions.csv), real runs of a tiny model.",
-        *wrap(summary(tables / "decisions.csv"), 98),
+        *wrap(
+            f"{LEDGERS} {summary(tables / 'decisions.csv')} Each run is a row of "
+            f"[decisions.csv]({tables.name}/decisions.csv).",
+            100,
+        ),
+        "",
+        "| what happens | runs in which it happens |",
+        "|---|---:|",
+        *(
+            f"| {words} | {runs_with(tables / 'decisions.csv')[kind]} |"
+            for kind, words in KINDS.items()
+        ),
         "",
         "## Faults of hand-offs",
-        "| between | faults | rightly named | different names |",
+        *wrap(FAULTS, 100),
+        "",
+        "| configurations of the two sides | faults | named correctly | kinds |",
         "|---|---:|---:|---:|",
     ]
     for of, (made, named, _) in zip(words, found.values(), strict=True):
         lines.append(f"| {of} | {made.total()} | {named.total()} | {len(made)} |")
-    lines += ["", f"By name: [faults.csv]({tables.name}/faults.csv).", ""]
+    lines += ["", f"[faults.csv]({tables.name}/faults.csv) has the numbers for each name.", ""]
     for _, _, others in found.values():
         lines += [line for text in others for line in wrap(f"- {text}", 98)]
     clean = pairs["shipped"] + drawn(2, DRAWN_CLEAN)
     ledger_s, ledger, steps = ledger_cost()
     verify_s, verify = verify_cost()
     lines += [
-        f"Clean hand-offs: {len(clean)} pairs, {alarms(clean)} false alarms.",
+        *wrap(
+            f"The check was also run on {len(clean)} hand-offs without a fault, and gave "
+            f"{alarms(clean)} false alarms.",
+            100,
+        ),
         "",
         "## Costs",
-        "CPU time; of the ledger the median and quartiles of pairs that take turns.",
+        *wrap(COSTS, 100),
         "",
-        "| of | in | CPU time without | added |",
+        "| option | run | CPU time without the option | added by the option |",
         "|---|---|---:|---:|",
-        f"| `--ledger` | a simulation of `{MODELLED}`, {REQUESTS:,} requests, {steps:,} steps, its "
-        f"files kept | {ledger_s:.2f} s | {added(ledger)} |",
-        f"| `verify_transfers` | {PROMPTS} prompts of {PROMPT} tokens between instances of "
-        f"{SERVED}, {OUTPUT} tokens each | {verify_s:.1f} s | {verify / verify_s:+.1%} |",
+        f"| `--ledger` | a simulation of `{MODELLED}` with {REQUESTS:,} requests and {steps:,} "
+        f"steps, which writes all its files | {ledger_s:.2f} s | {added(ledger)} |",
+        f"| `verify_transfers` | {PROMPTS} prompts of {PROMPT} tokens, handed off between "
+        f"instances of {SERVED}, with answers of {OUTPUT} tokens | {verify_s:.1f} s | "
+        f"{verify / verify_s:+.1%} |",
         "",
     ]
     return "\n".join(lines)

@@ -1,8 +1,11 @@
 """What a matrix of ledgers has exercised, by kinds of decisions."""
 
+from pathlib import Path
 from typing import Any
 
-from scripts.validate.decisions import KINDS, kinds_of, never
+from scripts.validate.decisions import KINDS, kinds_of, never, runs_with, summary
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 
 def test_kinds_by_hand() -> None:
@@ -38,3 +41,11 @@ def test_a_matrix_says_what_it_never_did() -> None:
     lacking = [name for name in KINDS if name not in ("admissions", "chunks", "stops")]
     assert never(rows) == lacking
     assert never([{"kinds": " ".join(f"{name}:1" for name in KINDS)}]) == []
+
+
+def test_the_published_table_has_the_runs_of_each_kind() -> None:
+    found = runs_with(RESULTS / "proof" / "decisions.csv")
+    page = (RESULTS / "proof.md").read_text(encoding="utf-8")
+    for kind, words in KINDS.items():
+        assert f"\n| {words} | {found[kind]} |\n" in page
+    assert " ".join(summary(RESULTS / "proof" / "decisions.csv").split()) in " ".join(page.split())

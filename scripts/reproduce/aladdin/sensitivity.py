@@ -230,7 +230,7 @@ def draw_four(rows: Sequence[Row]) -> Figure:
         axes.set_title(title, loc="left")
         axes.set(xlim=(1.5, 13.8), xticks=range(2, 11, 2))
         axes.grid(alpha=0.3)
-    axes.axhline(target, color="grey", ls=":")
+    axes.plot([min(RATES), max(RATES)], [target, target], color="grey", ls=":")
     axes.text(min(RATES), target, "target", color="grey", va="bottom")
     return figure
 

@@ -5,15 +5,18 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
+from textwrap import fill
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from jaxinfer.config.run_file import RunFile, as_run_file
 from jaxinfer.lab.plan.planners.any_system import AnySystem, AnySystemOptions
 from jaxinfer.lab.plan.problem import Problem, merge
 from jaxinfer.lab.plan.search import DrivenSearch
 from jaxinfer.options.validation import read_yaml
+from jaxinfer.report.pictures import name_lines
 from jaxinfer.report.plots import COLOURS
 from jaxinfer.simulate.capacity import capacity
 from jaxinfer.simulate.read_targets import read_targets
@@ -147,13 +150,23 @@ def system_targets(rows: Sequence[Mapping[str, Any]]) -> list[Target]:
     return targets
 
 
-WAYS = {
+WAYS = (
+    "single",
+    "data_parallel",
+    "disaggregated_low_high",
+    "disaggregated_high_low",
+    "cronus",
+)
+# The ways in the picture, with their names there. Disaggregation with prompts on the A100 is left
+# out: the other direction serves more requests at nearly all lengths.
+DRAWN = {
     "single": "the A100 alone",
-    "data_parallel": "colocated (data parallel)",
-    "disaggregated_low_high": "disaggregated, low to high",
-    "disaggregated_high_low": "disaggregated, high to low",
+    "data_parallel": "colocation",
+    "disaggregated_low_high": "disaggregation",
     "cronus": "Cronus",
 }
+# Targets of the picture's latencies in seconds, as in ``SLO``.
+TARGETS = {"ttft_p90": 2.0, "tbt_p99": 0.2}
 SCALES = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
 RATES = (0.5, 1, 2, 3, 4, 5, 6, 7, 8)
 # Number of requests of each point.
@@ -237,36 +250,53 @@ def begins(rows: Sequence[Mapping[str, Any]], x: str, y: str, least: bool) -> li
 
 def draw(lengths: Sequence[Mapping[str, Any]], rates: Sequence[Mapping[str, Any]]) -> Figure:
     """Draw, for each pair, the rates of each way by length, and latencies by rate."""
-    figure = Figure((9.5, 9), layout="constrained")
+    figure = Figure((11.5, 10), layout="constrained")
     axes = figure.subplots(3, len(LOWS), squeeze=False)
     panels = (
-        (lengths, "mean_prompt", "requests_s", "requests/s that keep the targets"),
-        (rates, "rate", "ttft_p90", "TTFT p90, s"),
-        (rates, "rate", "tbt_p99", "TBT p99, s"),
+        (lengths, "mean_prompt", "requests_s", "requests/s within the targets", "serves most"),
+        (rates, "rate", "ttft_p90", "TTFT p90 (s)", "has the lowest TTFT"),
+        (rates, "rate", "tbt_p99", "TBT p99 (s)", "has the lowest TBT"),
     )
-    for row, (points, x, y, label) in enumerate(panels):
+    for row, (points, x, y, label, wins) in enumerate(panels):
         for column, low in enumerate(LOWS):
             ax = axes[row][column]
-            for (way, name), colour in zip(WAYS.items(), COLOURS, strict=False):
-                here = [p for p in points if (p["pair"], p["way"]) == (f"A100+{low}", way)]
-                ax.plot(
-                    [p[x] for p in here],
-                    [p[y] for p in here],
-                    "o-",
-                    ms=3,
-                    lw=1.2,
-                    color=colour,
-                    label=name,
-                )
-            ax.set_ylabel(label)
-            ax.grid(alpha=0.3)
+            pair = [p for p in points if p["pair"] == f"A100+{low}" and p["way"] in DRAWN]
+            ends = {}
+            for (way, name), colour in zip(DRAWN.items(), COLOURS, strict=False):
+                here = [p for p in pair if p["way"] == way]
+                xs, ys = [p[x] for p in here], [p[y] for p in here]
+                ax.plot(xs, ys, "o-", ms=3, lw=1.2, color=colour)
+                ends[name] = (xs[-1], ys[-1], colour)
             if points is lengths:
                 ax.set_xscale("log", base=2)
-                ax.set_yscale("log")
-                ax.set(title=f"A100 + {low}", xlabel="mean prompt, tokens (outputs: 247)")
+                ticks = list(dict.fromkeys(p[x] for p in pair))
+                ax.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+                ax.set_xlabel("mean tokens of a prompt; answers have 247")
             else:
-                ax.set_yscale("log")
-                ax.set_xlabel("requests/s, Poisson")
-                ax.axhline(2.0 if y == "ttft_p90" else 0.2, color="0.6", lw=1, ls="--")
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+                ax.set_xlabel("requests/s (Poisson arrivals)")
+                ax.axhline(TARGETS[y], color="0.6", lw=1, ls="--")
+                ax.text(0.5, TARGETS[y], "target", color="0.4", va="top", fontsize=9)
+            ax.set_yscale("log")
+            ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            ax.yaxis.set_minor_locator(NullLocator())
+            ax.set_ylabel(label)
+            ax.grid(alpha=0.3)
+            name_lines(ax, ends, 0.075)
+            finding = _finding(begins(pair, x, y, points is rates), x, wins)
+            ax.set_title(fill(f"A100+{low}: {finding}", 64), loc="left", fontsize=10)
     return figure
+
+
+def _finding(best: Sequence[Mapping[str, Any]], x: str, wins: str) -> str:
+    """Say which way is the best, and from which value of the axis on."""
+    first, *others = best
+    said, last = f"{DRAWN[first['best']]} {wins}", first["best"]
+    unit = "tokens" if x == "mean_prompt" else "requests/s"
+    for point in others:
+        if point["best"] != last:
+            said, last = (
+                f"{said}, {DRAWN[point['best']]} from {point[x]:,} {unit} on",
+                point["best"],
+            )
+    return said

@@ -9,6 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
+from jaxinfer.report.pictures import name_lines
 from jaxinfer.report.plots import COLOURS
 from jaxinfer.simulate.run import simulate
 from scripts.reproduce.cronus.cases import (
@@ -60,6 +61,19 @@ def table_2(costs: Costs, work: Work, pool: ProcessPoolExecutor) -> list[Row]:
 # Figure 4: one request after each interval, in seconds.
 INTERVALS = (0.1, 0.11, 0.12, 0.13, 0.14, 0.16, 0.18, 0.2, 0.25, 0.3, 0.4, 0.5)
 
+# The approaches with which the paper compares each latency of Cronus, and names in the picture.
+DRAWN = {
+    "ttft_p99": ("DP+Chunked", "PP+Chunked", "Disagg. L-H"),
+    "tbt_p99": ("DP+Chunked", "PP+Chunked", "Disagg. H-L"),
+}
+NAMES = {
+    "DP+Chunked": "data parallelism",
+    "PP+Chunked": "pipeline",
+    "Disagg. H-L": "high-low disagg.",
+    "Disagg. L-H": "low-high disagg.",
+    "Cronus": "Cronus",
+}
+
 
 def latency(case: CronusCase, work: Work, interval: float) -> tuple[float, float]:
     """Return TTFT p99 and TBT p99 in seconds, with requests at a fixed interval."""
@@ -82,29 +96,45 @@ def figure_4(costs: Costs, work: Work, pool: ProcessPoolExecutor) -> list[Row]:
 
 
 def draw_figure_4(points: Sequence[Row]) -> Figure:
-    """Draw TTFT above and TBT below, with a column for each setup, as in the paper."""
-    figure = Figure(figsize=(13, 6), layout="constrained")
-    axes = figure.subplots(2, len(SETUPS), sharex=True, sharey="row")
-    for row, what in enumerate(LATENCIES):
-        for column, setup in enumerate(SETUPS):
-            ax = axes[row][column]
-            for colour, approach in zip(COLOURS, APPROACHES, strict=False):
+    """Draw TTFT above and TBT below, with a column for each setup, as in the paper.
+
+    Cronus is drawn next to the three approaches with which the paper compares its latency.
+    """
+    figure = Figure(figsize=(13, 7), layout="constrained")
+    parts: Any = figure.subfigures(2)
+    for part, what in zip(parts, LATENCIES, strict=True):
+        drawn = [name for name in APPROACHES if name in ("Cronus", *DRAWN[what])]
+        panels = part.subplots(1, len(SETUPS), sharex=True, sharey=True)
+        for ax, setup in zip(panels, SETUPS, strict=True):
+            ends = {}
+            for approach in drawn:
                 here = [p for p in points if (p["setup"], p["approach"]) == (setup, approach)]
-                x = [p["interval_s"] for p in here]
-                ax.plot(x, [p[what] for p in here], "o-", ms=3, color=colour, label=approach)
+                x, y = ([p[key] for p in here] for key in ("interval_s", what))
+                colour = COLOURS[list(APPROACHES).index(approach)]
+                ax.plot(x, y, "o-", ms=3, color=colour)
+                ends[NAMES[approach]] = (x[-1], y[-1], colour)
             ax.set_yscale("log")
-            ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if row else (1.0,)))
+            ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
             ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             ax.yaxis.set_minor_locator(NullLocator())
             ax.grid(alpha=0.3)
-            if row == 0:
-                ax.set_title(setup, fontsize=10)
-            else:
-                ax.set_xlabel("interval between requests (s)")
-        axes[row][0].set_ylabel(f"{what[:4].upper().strip('_')} p99 (s)")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+            ax.set_title(setup, fontsize=10)
+            ax.set_xlabel("time between requests (s)")
+        name_lines(panels[-1], ends)
+        name = what.partition("_")[0].upper()
+        panels[0].set_ylabel(f"{name} p99 (s)")
+        best, all_ = _best(points, what, drawn)
+        title = f"Cronus has the lowest {name} p99 of these approaches at {best} of {all_} points"
+        part.suptitle(title, x=0.01, ha="left")
     return figure
+
+
+def _best(points: Sequence[Row], what: str, drawn: Sequence[str]) -> tuple[int, int]:
+    """Return at how many setups and intervals Cronus has the lowest value, and their number."""
+    least: dict[tuple[str, float], str] = {}
+    for p in sorted((p for p in points if p["approach"] in drawn), key=lambda p: p[what]):
+        least.setdefault((p["setup"], p["interval_s"]), p["approach"])
+    return sum(name == "Cronus" for name in least.values()), len(least)
 
 
 def table_3(costs: Costs, work: Work) -> list[Row]:

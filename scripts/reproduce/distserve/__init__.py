@@ -32,8 +32,8 @@ def per_gpu(inputs: Inputs) -> Part:
 def attainment(inputs: Inputs) -> Part:
     """Attainment by rate, for 13B."""
     first, *_ = rates.cases(inputs.work(TRACE))
-    rows, figure = rates.curves(inputs.shared(attainments), first)
-    return Part(rows, pictures={"attainment": figure})
+    rows = rates.curves(inputs.shared(attainments), first)
+    return Part(rows, pictures={"attainment": rates.draw_curves(rows)})
 
 
 REPRODUCTION = Reproduction(

@@ -156,14 +156,21 @@ def draw_pools(data: Data) -> Figure:
     for ax, rate in zip(figure.subplots(1, 2, sharey=True), (2, 3.5), strict=True):
         _, run = recorded(config, table_2_requests(REQUESTS, 300, 3 * rate), load_run)
         steps = run.steps
+        fullest: dict[str, float] = {}
         for colour, (name, instance) in zip(COLOURS, config.instances.items(), strict=False):
             here = steps[steps["instance"] == name]
             assert instance.num_pages
             share = 100 * here["pages_in_use"] / (instance.num_pages - 1)
-            ax.plot(here["end"], share, lw=1, color=colour, label=name.rstrip("0123456789"))
-        ax.set_title(f"{rate:g} requests/s per GPU", fontsize=10)
+            ax.plot(here["end"], share, lw=1, color=colour)
+            words, at = name.rstrip("0123456789"), share.argmax()
+            ax.text(here["end"].iloc[at], share.iloc[at] + 3, words, color=colour, ha="center")
+            fullest[words] = share.max()
+        said = ", ".join(f"{words} {most:.0f} %" for words, most in fullest.items())
+        ax.set_title(
+            f"{rate:g} requests/s per GPU:\npages in use at most: {said}", loc="left", fontsize=10
+        )
+        ax.set_ylim(-3, 112)
         ax.set_xlabel("time (s)")
         ax.grid(alpha=0.3)
-    figure.axes[0].set_ylabel("pages in use (%)")
-    figure.axes[0].legend(fontsize=8)
+    figure.axes[0].set_ylabel("KV pages in use (%)")
     return figure

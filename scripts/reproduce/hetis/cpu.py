@@ -201,5 +201,9 @@ def real() -> tuple[list[Row], list[Row], list[Target]]:
 
 def draw_real(heads: Sequence[Row]) -> Figure:
     """Draw the heads on each device during the burst."""
-    names = {"primary": "with the layers", "near": "2 times slower", "far": "8 times slower"}
-    return draw_heads(heads, names, "the demo model on three CPU devices, 25 requests at once")
+    names = {
+        "primary": "device with the layers",
+        "near": "2 times slower device",
+        "far": "8 times slower device",
+    }
+    return draw_heads(heads, names, "The demo model on three CPU devices, 25 requests at once")

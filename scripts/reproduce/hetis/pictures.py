@@ -8,6 +8,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from jaxinfer.report.pictures import name_lines
 from jaxinfer.report.plots import COLOURS
 from jaxinfer.report.records import read_lines
 from jaxinfer.workload.lengths import BenchRequest
@@ -26,17 +27,19 @@ def draw_heads(rows: Sequence[Mapping[str, float]], names: Mapping[str, str], ti
         rows: for each step, its ``seconds`` and the heads by device.
         names: names of the devices to show.
     """
-    figure = Figure(figsize=(8, 3), layout="constrained")
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
     ax = figure.subplots()
     x = [row["seconds"] for row in rows]
+    ends, most = {}, {}
     for colour, (device, name) in zip(COLOURS, names.items(), strict=False):
         y = [row[device] for row in rows]
-        ax.plot(x, y, drawstyle="steps-post", color=colour, label=name, linewidth=1.2)
-    ax.set_xlabel("time (s)")
-    ax.set_ylabel("KV heads in a step")
-    ax.set_title(title, fontsize=10)
+        ax.plot(x, y, drawstyle="steps-post", color=colour, linewidth=1.2)
+        ends[name], most[name] = (x[-1], y[-1], colour), max(y)
+    ax.set(xlabel="time (s)", ylabel="KV heads in a step")
+    said = ", ".join(f"{name} {number:,.0f}" for name, number in most.items())
+    ax.set_title(f"{title}\nmost heads: {said}", loc="left", fontsize=10)
     ax.set_ylim(bottom=0)
-    ax.legend(frameon=False)
+    name_lines(ax, ends, 0.09)
     return figure
 
 
@@ -57,7 +60,7 @@ def draw_burst() -> Figure:
         {"seconds": step["start"]} | dict(zip(groups, step["heads"], strict=True))
         for step in run.steps
     ]
-    names = {"one": "A100, with the layers", "near": "3090", "far": "3090, other host"}
+    names = {"one": "A100 with the layers", "near": "3090", "far": "3090 on another host"}
     title = "13B, simulated: 5 requests/s until 40 s, 2.5 from 70 to 110 s"
     return draw_heads(rows, names, title)
 

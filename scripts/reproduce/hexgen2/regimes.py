@@ -123,10 +123,10 @@ def regime_targets(rows: Sequence[Row], found: Sequence[Row]) -> list[Target]:
 
 # Columns of a picture, and their labels in it.
 _DRAWN = {
-    "paper": "paper, by DistServe",
-    "simulated": "simulated, within the limits on latency",
-    "simulated, no limits": "simulated, without limits",
-    "by their other plan": "by the authors' other plan for H100",
+    "paper": "paper (eight H100 with DistServe)",
+    "simulated": "simulated, with the engine's limits",
+    "simulated, no limits": "simulated, without these limits",
+    "by their other plan": "relative to the authors' other plan for H100",
 }
 
 
@@ -145,13 +145,15 @@ def draw_ratios(found: Sequence[Row]) -> Figure:
             ax.bar_label(bars, fmt="%.2f", fontsize=8, padding=1)
         ax.axhline(1, color="grey", lw=0.8)
         ax.set_xticks(range(len(rows)), [row["workload"] for row in rows])
-        ax.set_ylabel("output tokens/s by those of 8 H100")
+        ax.set_ylabel("tokens/s relative to 8 H100")
+        ax.spines[["top", "right"]].set_visible(False)
         within, without = (
             fmean(row[what] for row in rows) for what in ("simulated", "simulated, no limits")
         )
         ax.set_title(
-            f"{setting}, {price}: {within:.2f} times as many tokens/s within the limits, "
-            f"{without:.2f} without, in the mean",
+            f"{setting}, {price}: {within:.2f} times the tokens/s of eight H100 with the engine's "
+            f"limits, {without:.2f} times without (means)",
+            loc="left",
             fontsize=10,
         )
         ax.margins(y=0.1)

@@ -100,16 +100,20 @@ def row_of(
 
 def draw(rows: Sequence[Row]) -> Figure:
     """Draw each run next to its replay."""
-    figure = Figure(figsize=(10, 3), layout="constrained")
+    figure = Figure(figsize=(11, 3.2), layout="constrained")
     names = [row["prefill:decode"] for row in rows]
-    for ax, name in zip(figure.subplots(1, 3), ("ttft", "tpot", "makespan"), strict=True):
+    titles = {"ttft": "mean TTFT", "tpot": "mean TPOT", "makespan": "makespan"}
+    for ax, (name, title) in zip(figure.subplots(1, 3), titles.items(), strict=True):
         for shift, kind, colour in ((-0.2, "", COLOURS[0]), (0.2, "_replayed", COLOURS[1])):
             places = [number + shift for number in range(len(rows))]
-            values = [row[f"{name}{kind}_s"] for row in rows]
-            ax.bar(places, values, 0.4, color=colour, label=kind.strip("_") or "run")
+            ax.bar(places, [row[f"{name}{kind}_s"] for row in rows], 0.4, color=colour)
+            said = "replay" if kind else "run"
+            first = (places[0], 0.5 * rows[0][f"{name}_s"])
+            ax.text(*first, said, rotation=90, color="white", ha="center", va="center")
         ax.set_xticks(range(len(rows)), names)
-        ax.set_title(f"{name.upper() if name != 'makespan' else name} (s)", fontsize=10)
-    figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+        ax.set(xlabel="instances for prefill (P) and decode (D)", ylabel=f"{title} (s)")
+        most = max(abs(row[f"{name}_difference_percent"]) for row in rows)
+        ax.set_title(f"{title}: at most {most:.1f} % off", loc="left", fontsize=10)
     return figure
 
 

@@ -9,7 +9,7 @@ from scripts.reproduce.tetriinfer.runs import TRACE
 def caps(inputs: Inputs) -> Part:
     """128 requests at once, by the cap of vLLM's batch."""
     rows, found = five.workloads(inputs.work(TRACE))
-    return Part(rows, five.paper_cells(found), {"caps": five.draw_caps(found)})
+    return Part(rows, five.paper_cells(found), {"caps": five.draw_caps(rows)})
 
 
 REPRODUCTION = Reproduction(

@@ -1,7 +1,10 @@
 """TetriInfer's admission, dispatch and flips."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
 
@@ -22,6 +25,9 @@ from scripts.reproduce.tetriinfer.runs import (
     with_flips,
 )
 from scripts.tables import Row
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 # For each name: the policy, the end of the range that counts, and the accuracy.
 ADMISSIONS = {
@@ -136,6 +142,9 @@ STEADY = (("Mixed", 4.0, 120.0),)
 # Prompts are heavier for a longer time, so no decoding instance is idle for long again.
 BACK = (("HPLD", 6.0, 60.0), ("LPHD", 4.0, 60.0), ("HPLD", 6.0, 60.0))
 
+# What the classes are called in the picture.
+LOADS = {"HPLD": "long prompts", "LPHD": "long answers"}
+
 
 def flips(inputs: Inputs) -> Part:
     """Two pairs of GPUs in each role, by the seconds for which an instance must be idle."""
@@ -192,20 +201,35 @@ def draw_flips(trace: Work) -> Figure:
     """Draw the instances' prompts and decodes under a load that shifts."""
     work = phases(trace, SHIFTING, 0)
     _, run = recorded(cluster(2, 2, settings=["system.flip_after_s=5"]), work, load_run)
-    names = sorted(run.steps["instance"].unique(), reverse=True)
-    figure = Figure(figsize=(10, 2.6), layout="constrained")
+    return _draw_steps(run.steps, run.run["system_report"]["flips"])
+
+
+def _draw_steps(steps: DataFrame, flips: Sequence[Mapping[str, Any]]) -> Figure:
+    """Draw the steps and flips of instances, and the parts of the load above them."""
+    names = sorted(steps["instance"].unique(), reverse=True)
+    figure = Figure(figsize=(10, 3), layout="constrained")
     ax = figure.subplots()
-    for colour, (kind, column) in zip(
-        COLOURS, (("prompts", "prefill_tokens"), ("decodes", "decode_tokens")), strict=False
-    ):
+    kinds = {"steps with prompts": "prefill_tokens", "steps with decodes": "decode_tokens"}
+    for number, (kind, column) in enumerate(kinds.items()):
         for height, name in enumerate(names):
-            here = run.steps[(run.steps["instance"] == name) & (run.steps[column] > 0)]
+            here = steps[(steps["instance"] == name) & (steps[column] > 0)]
             spans = list(zip(here["start"], here["end"] - here["start"], strict=True))
-            label = kind if height == 0 else None
-            ax.broken_barh(spans, (height - 0.35, 0.7), color=colour, label=label)
-    for flip in run.run["system_report"]["flips"]:
-        ax.plot([flip["asked"]], [names.index(flip["instance"]) + 0.42], "v", color="black", ms=6)
+            ax.broken_barh(spans, (height - 0.35, 0.7), color=COLOURS[number])
+        place = (1.01, 0.6 - 0.15 * number)
+        ax.annotate(kind, place, xycoords="axes fraction", color=COLOURS[number])
+    for flip in flips:
+        place = (flip["asked"], names.index(flip["instance"]) + 0.42)
+        ax.plot(*place, "v", color="black", ms=6)
+    if flips:
+        ax.annotate("\N{BLACK DOWN-POINTING TRIANGLE} flip", (1.01, 0.3), xycoords="axes fraction")
+    start = 0.0
+    for name, rate, seconds in SHIFTING:
+        ax.text(start + 0.7, len(names) - 0.4, f"{LOADS[name]}, {rate:g} requests/s", fontsize=9)
+        start += seconds
+        ax.axvline(start, color="0.6", lw=0.8, ls="--")
+    ax.set(xlabel="time (s)", ylim=(-0.5, len(names)), xlim=(0, steps["end"].max()))
     ax.set_yticks(range(len(names)), names)
-    ax.set_xlabel("time (s); triangles: a flip is asked for")
-    figure.legend(loc="outside upper center", ncols=2)
+    ax.spines[["top", "right"]].set_visible(False)
+    changes = [f"{f['instance']} flips to {f['role']} after {f['asked']:.0f} s" for f in flips]
+    ax.set_title("; ".join(changes) or "No instance changes its role", loc="left")
     return figure

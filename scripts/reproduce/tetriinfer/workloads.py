@@ -1,13 +1,23 @@
 """TetriInfer's Figures 11 to 15: five workloads, by the cap of the baseline's batch, and perf/$."""
 
+from collections.abc import Sequence
 from statistics import fmean
 
 from matplotlib.figure import Figure
 
+from jaxinfer.report.pictures import name_lines
 from jaxinfer.report.plots import COLOURS
 from scripts.reproduce.claims import Target, agrees, by_amount
 from scripts.reproduce.reproduction import Inputs, Part, Work
-from scripts.reproduce.tetriinfer.runs import REQUESTS, SEEDS, WORKLOADS, draw, tetriinfer, vllm
+from scripts.reproduce.tetriinfer.runs import (
+    CLASSES,
+    REQUESTS,
+    SEEDS,
+    WORKLOADS,
+    draw,
+    tetriinfer,
+    vllm,
+)
 from scripts.tables import Row
 
 CAPS = (16, 24, 32, 64, 256)
@@ -88,27 +98,33 @@ def prices(inputs: Inputs) -> Part:
     return Part(rows, targets)
 
 
-def draw_caps(found: dict[tuple[str, int], tuple[float, float, float]]) -> Figure:
-    """Draw each change by the cap of the baseline's batch, next to the paper's."""
-    figure = Figure(figsize=(12, 4), layout="constrained")
+def draw_caps(rows: Sequence[Row]) -> Figure:
+    """Draw the changes of the four classes by the cap of vLLM's batch, next to the paper's."""
+    figure = Figure(figsize=(13, 4), layout="constrained")
     for number, (ax, what) in enumerate(zip(figure.subplots(1, 3), NAMES, strict=True)):
-        for colour, name in zip(COLOURS, WORKLOADS, strict=False):
-            ax.plot(
-                CAPS,
-                [found[name, cap][number] for cap in CAPS],
-                "o-",
-                ms=3,
-                color=colour,
-                label=name,
-            )
+        ends = {}
+        gains = dict.fromkeys(CAPS, 0)
+        for colour, name in zip(COLOURS, CLASSES, strict=False):
+            changes = [row[f"{what} (%)"] for row in rows if row["workload"] == name]
+            ax.plot(CAPS, changes, "o-", ms=3, color=colour)
+            ends[name] = (CAPS[-1], changes[-1], colour)
+            for cap, change in zip(CAPS, changes, strict=True):
+                gains[cap] += change < 0
             theirs = PAPER[name][number]
             if theirs is not None:
-                ax.plot([13], [theirs], "<", color=colour, ms=8)
+                ax.plot([11], [theirs], "<", color=colour, ms=8)
         ax.axhline(0, color="grey", lw=0.8)
         ax.set_xscale("log", base=2)
-        ax.set_xticks(CAPS, [str(cap) for cap in CAPS])
-        ax.set_title(f"{what}, change (%)", fontsize=10)
-        ax.set_xlabel("vLLM's batch, at most (triangles: the paper)")
+        ax.set_xticks([11, *CAPS], ["paper", *(str(cap) for cap in CAPS)])
+        ax.minorticks_off()
+        ax.set_title(
+            f"{what}: shorter for {gains[CAPS[0]]} of {len(CLASSES)} classes\nat a cap of "
+            f"{CAPS[0]}, for {gains[CAPS[-1]] or 'none'} at {CAPS[-1]}",
+            loc="left",
+            fontsize=10,
+        )
+        ax.set(xlabel="cap of vLLM's batch (requests)", ylabel=f"{what} relative to vLLM (%)")
         ax.grid(alpha=0.3)
-    figure.axes[0].legend(fontsize=8)
+        name_lines(ax, ends)
+    figure.supxlabel("Classes: light (L) or heavy (H) prefill (P) and decode (D)", fontsize=9)
     return figure
