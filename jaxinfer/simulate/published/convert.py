@@ -137,6 +137,8 @@ def _add_attention(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
                 "possible_attention: false"
             )
         chunks = possible[0]
+    if wanted.possible_attention:
+        decodes = _possible_decodes(decodes, wanted, card)
     found.files += [str(chunks.path), str(decodes.path)]
     for (batch, length, _), ms in zip(chunks.points.tolist(), chunks.ms.tolist(), strict=True):
         found.chunks.setdefault((batch * length, length / 2), ms * 1e3)
@@ -169,6 +171,22 @@ def _is_possible(chunks: MeasuredPoints, wanted: Wanted, flops: float) -> bool:
     pairs = full * batch * length * (length + 1) / 2
     least = 4 * pairs * wanted.heads[0] * wanted.model.head_size / flops
     return bool((chunks.ms * 1e-3 >= least).all())
+
+
+def _possible_decodes(decodes: MeasuredPoints, wanted: Wanted, card: Card) -> MeasuredPoints:
+    """Return attention of decodes that reads no faster than the card's memory.
+
+    If a table exceeds the peak anywhere, its decodes read at most at the rate of other operators on
+    vectors.
+    """
+    batch, length, step = decodes.points.T
+    entry = 2 * wanted.heads[1] * wanted.model.head_size * (ITEMSIZE if wanted.kv == "bfloat16" else 1)
+    full = 1 - wanted.model.windowed_layers / wanted.model.num_hidden_layers
+    num_bytes = full * batch * (length + step) * entry
+    if (decodes.ms * 1e-3 >= num_bytes / card.peak_bandwidth).all():
+        return decodes
+    ms = np.maximum(decodes.ms, 1e3 * num_bytes / card.bandwidth)
+    return MeasuredPoints(decodes.path, decodes.points, ms)
 
 
 def _add_products(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
