@@ -28,10 +28,11 @@ class PublishedTables(Options):
             is then subtracted from products.
         quickest_all_reduce: Use the fastest all-reduce of all GPUs in the folder whose links are
             equally fast.
-        possible_attention: Where measured attention of prompts exceeds the GPU's peak FLOPs, use
-            that of another GPU in the folder with the same peak. Where that of decodes exceeds the
-            peak bandwidth, reduce it to the bandwidth that other operators reach. Where another GPU
-            with the same peak FLOPs and no more bandwidth is faster, use its decodes.
+        possible_attention: Replace measured attention that the GPU's peaks rule out. Where prompts
+            exceed the peak FLOPs, use the table of another GPU in the folder with the same peak.
+            Where decodes exceed the peak bandwidth, reduce them to the bandwidth that other
+            operators reach; where another GPU with the same FLOPs and no more bandwidth is faster,
+            use its decodes.
         other_heads: Where a table of attention lacks the model's heads, take a part of them for as
             many more sequences, or the mean of the next numbers of query heads on both sides.
         small_operators: Include norms, activations and other small operators, by their bytes.
