@@ -1,7 +1,7 @@
-"""A hand-off of one's own under the conformance kit: pages in numpy arrays.
+"""Check a hand-off of your own with the conformance kit: pages in numpy arrays.
 
-An engine's side is a class of about twenty lines; ``transfer`` stands for the engine's own
-hand-off. The second one has a fault, which the kit names.
+The adapter of an engine is a class of about twenty lines; ``transfer`` stands for the engine's own
+hand-off. The second hand-off has a fault, which the kit names.
 
     python examples/conformance_numpy.py
 """
@@ -46,7 +46,7 @@ class NumpyEngine:
 def transfer(
     source: NumpyEngine, dest: NumpyEngine, request: int, length: int, off: int = 0
 ) -> None:
-    """The hand-off under test: token by token; ``off`` is a fault."""
+    """Hand KV over, token by token; ``off`` above 0 is a fault."""
     for token in range(length - off):
         a, i = divmod(token, source.layout.page_size)
         b, j = divmod(token + off, dest.layout.page_size)

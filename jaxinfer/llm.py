@@ -114,7 +114,7 @@ class LLM:
 
     @classmethod
     def load_all(cls, configs: Mapping[str, RunFile], *, progress: bool = True) -> "dict[str, LLM]":
-        """Load several at once, by any key; if they must be profiled, they take turns.
+        """Load several models at once, by any key; those that must be profiled take turns.
 
         Raises:
             JaxinferError: see ``from_config``.
@@ -147,9 +147,9 @@ class LLM:
                 ``get_default_sampling_params()``.
             progress: show a bar on stderr.
             run_dir: a new numbered folder below it gets ``run.json`` and ``steps.jsonl``.
-            order: ``prefix_tree`` serves prompts that begin alike one after the other, so that the
-                prefix cache has what they share; ``blend`` does so, too, and lets prompts fill the
-                steps of long outputs.
+            order: ``prefix_tree`` serves prompts with a common prefix one after the other, so that
+                the prefix cache has it; ``blend`` also mixes prompts into the steps of long
+                outputs.
 
         Returns:
             One output per prompt, in the prompts' order. If the KV pool could never hold a

@@ -74,14 +74,14 @@ class SamplingParams(Options):
         top_p: Sample from the most likely tokens whose probabilities add up to this value.
         min_p: Drop tokens whose probability is below this share of the most likely one's. It is
             applied before top_k and top_p.
-        repetition_penalty: Divides positive logits, and multiplies negative ones, of tokens in the
-            prompt or output.
-        presence_penalty: Subtracted from the logits of tokens in the output.
-        frequency_penalty: Subtracted from the logit of a token for each time that it occurs in the
+        repetition_penalty: Factor for tokens in the prompt or output: divides their positive
+            logits, and multiplies their negative ones.
+        presence_penalty: Number subtracted from the logits of tokens in the output.
+        frequency_penalty: Number subtracted from a token's logit for each of its occurrences in the
             output.
         logit_bias: Values added to logits, by token id.
         seed: Seed of the sampling; by default derived from the engine's seed and the request's id.
-            A repeated run repeats its tokens.
+            Either way, a repeated run samples the same tokens.
         max_tokens: Largest number of output tokens; 256 by default in lines of a batch.
         min_tokens: Smallest number of output tokens. Until then EOS and stop tokens are not drawn;
             a stop string has to end later.
@@ -144,7 +144,7 @@ class Sampling:
     """Sampling parameters completed by the engine: the payload of a request.
 
     Attributes:
-        end_token_ids: EOS (unless it is ignored) and stop tokens.
+        end_token_ids: EOS (unless the request ignores it) and the stop tokens.
         parent: id of the user's request, of which this is one of ``n`` continuations.
         index: number of this continuation.
     """

@@ -1,6 +1,7 @@
 """A feed-forward layer that is a mixture of experts (Shazeer et al., 2017): Mixtral's, Qwen 3's.
 
-Suffixes are those of ``layers.py``; X is the number of experts of a token, R = T x X its rows.
+Suffixes are those of ``layers.py``; X is the number of experts of a token, and R = T x X the number
+of rows.
 """
 
 from collections.abc import Sequence

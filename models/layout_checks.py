@@ -154,7 +154,7 @@ def check_places(layout: Layout, mesh: Mapping[str, int]) -> None:
 
 
 def check_pages(layout: Layout) -> None:
-    """Check that KV lies as in the pages of engines and modelled stages.
+    """Check that KV is divided as in the pages of engines and modelled stages.
 
     Raises:
         JaxinferError: it is cut by more than heads.

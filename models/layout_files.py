@@ -17,7 +17,8 @@ _EXAMPLE = """(Rule("*", {"N": "x"}),)"""
 def load_layout(name: str | None) -> Layout:
     """Return a layout by its name, or from a Python file; by default ``megatron``.
 
-    The file defines LAYOUT, or only RULES for parameters, with all else as in ``megatron``.
+    The file defines LAYOUT, or only RULES for parameters; everything else is then as in
+    ``megatron``.
 
     Raises:
         JaxinferError: the name is unknown; or the file cannot be run, or lacks both, or has both.

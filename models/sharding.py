@@ -52,7 +52,7 @@ def shard(path: str, shape: Sequence[int], mesh: Mesh, layout: Layout) -> NamedS
 
 
 def for_use(path: str, weight: jax.Array, layout: Layout) -> jax.Array:
-    """Return the weight as it is multiplied: whole over the axes over which it is gathered."""
+    """Return the weight as it is multiplied, gathered over the axes that the layout names."""
     axes = jax.sharding.get_abstract_mesh().axis_names
     tables = table_of(path, layout), table_in_use(path, layout, axes)
     before, after = (spec(letters_of(path), each, axes) for each in tables)

@@ -127,7 +127,7 @@ class Interpreted(OnGpu):
 def copy_tile(
     how: OnGpu, pages_PKBH: Ref, shared_JH: Ref, table_M: Ref, head: jax.Array, tile: jax.Array
 ) -> None:
-    """Start the copies of a tile's tokens, one group for each page that they lie in."""
+    """Start the copies of a tile's tokens, one group for each page that contains them."""
     B, size = pages_PKBH.shape[2], shared_JH.shape[0]
     unit = min(B, size)
     for part in range(size // unit):

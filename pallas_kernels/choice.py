@@ -267,7 +267,7 @@ def _name(device: jax.Device) -> str:
 
 
 def wrong_assembler(found: tuple[int, ...] | None) -> str | None:
-    """Say why NVIDIA's assembler would make wrong causal kernels for Hopper; None if it does not.
+    """Return why NVIDIA's assembler would miscompile causal kernels for Hopper, or None.
 
     Args:
         found: ptxas's version; None where it is unknown, and taken to be right.

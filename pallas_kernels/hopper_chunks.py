@@ -1,4 +1,4 @@
-"""Prefill for Hopper: two warpgroups multiply in turn, one fetches; see ``hopper``."""
+"""Prefill for Hopper: two warpgroups take turns to multiply, one fetches; see ``hopper``."""
 
 from functools import partial
 from typing import Any, NamedTuple

@@ -197,7 +197,7 @@ def copy_tile(
     head: jax.Array,
     tile: jax.Array,
 ) -> None:
-    """Start the copies of a tile's tokens, one for each page that they lie in."""
+    """Start the copies of a tile's tokens, one for each page that contains them."""
     B, size = pages_PKBH.shape[2], shared.shape[0]
     unit = min(B, size)
     for part in range(size // unit):

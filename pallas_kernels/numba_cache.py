@@ -93,7 +93,7 @@ def _compile(signature: Any, function: Callable[..., Any], reassociates: bool) -
 
 
 def assembled(symbol: str, module: ir.Module) -> Code:
-    """Return a function in LLVM's own terms as C code; takes milliseconds, and is not stored."""
+    """Compile a function written in LLVM IR; this takes milliseconds, and nothing is stored."""
     module.triple = binding.get_default_triple()
     return _finished(symbol, _engine(str(module)))
 

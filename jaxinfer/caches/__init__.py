@@ -1,1 +1,1 @@
-"""Orders in which prefix caches evict pages, the same in both worlds; no JAX, no numpy."""
+"""Orders in which prefix caches evict pages, for both worlds; needs neither JAX nor numpy."""

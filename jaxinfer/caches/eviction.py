@@ -1,4 +1,4 @@
-"""Orders of eviction other than the least recent use: by the next use, and sessions' pages last."""
+"""Eviction orders other than least recently used: by next use, or with sessions' pages last."""
 
 import heapq
 from collections import Counter, OrderedDict, defaultdict
@@ -13,17 +13,17 @@ from jaxinfer.serving.prefix_cache import CachedPage, IdlePages
 
 
 class Eviction(Options):
-    """Options for which cached pages that no request uses are evicted first.
+    """Options for the order in which unused cached pages are evicted.
 
     Attributes:
-        order: The page that was used least recently (``lru``), or the one whose ``next_use`` by a
-            request of the run that waits for no other is last. A run then reads all its requests
-            before it starts.
-        pin_pages: Largest number of pages of sessions, those with the latest turns, that are
-            evicted only if there are no others. A page counts once for each session.
-        tier: Instance that computes nothing, and keeps copies of pages when their request ends, so
-            that they can be fetched after they have been evicted here.
-        tier_takes: Whether these are pages of all requests, or only of those of sessions.
+        order: Page to evict first: the least recently used one (``lru``), or the one that the run's
+            requests will need last (``next_use``; requests that wait for another one, such as later
+            turns, do not count). With ``next_use``, a run reads all its requests before it starts.
+        pin_pages: Number of pages, those of the sessions with the most recent turns, that are
+            evicted only if no other page is left. A page counts once for each session.
+        tier: Instance without computation that stores copies of a request's pages when the request
+            ends; pages that were evicted here can be fetched from it.
+        tier_takes: Requests whose pages the tier stores: ``all``, or only those of ``sessions``.
     """
 
     order: Literal["lru", "next_use"] = "lru"
@@ -32,7 +32,7 @@ class Eviction(Options):
     tier_takes: Literal["all", "sessions"] = "all"
 
     def model_post_init(self, context: Any, /) -> None:
-        """Refuse an option of a tier where none is named."""
+        """Refuse an option that needs a tier if no tier is named."""
         if self.tier is None and self.tier_takes != "all":
             raise OptionError(
                 f"tier_takes is {self.tier_takes}, must be left out without eviction.tier"
@@ -76,7 +76,7 @@ class ByNextUse(OrderedDict[CachedPage, None]):
         return self._next_use(page.digest), self._numbers[page], page
 
     def popitem(self, last: bool = False) -> tuple[CachedPage, None]:
-        """Remove and return the page that is needed last of all."""
+        """Remove and return the page whose next use is farthest away."""
         while True:
             use, number, page = heapq.heappop(self._heap)
             if number != self._numbers.get(page):
@@ -140,7 +140,7 @@ class PinnedLast:
 def idle_pages(
     options: Eviction, page_size: int, instance: str, uses: LaterUses | None
 ) -> Callable[[], IdlePages]:
-    """Return a function that makes an instance's idle pages, in the order of its options."""
+    """Return a function that makes the container of an instance's idle pages, by its options."""
 
     def plain() -> IdlePages:
         if options.order == "lru":
@@ -152,10 +152,7 @@ def idle_pages(
 
 
 def later_uses(engines: Iterable[tuple[str, Eviction, int]]) -> LaterUses | None:
-    """Return what instances share, from their names, options and page sizes.
-
-    None if no instance evicts by the next use.
-    """
+    """Return the later uses that instances share; None if no instance evicts by next use."""
     sizes: set[int] = set()
     users: defaultdict[str, list[str]] = defaultdict(list)
     for name, options, size in engines:

@@ -15,7 +15,7 @@ class LaterUses:
 
     Args:
         page_sizes: the instances' page sizes.
-        users: by tier, the instances whose requests fetch its pages.
+        users: for each tier, the instances whose requests fetch pages from it.
 
     Attributes:
         known: ids of the requests that were known when the run began.
@@ -29,7 +29,7 @@ class LaterUses:
         self.known: list[str] = []
 
     def begin(self, requests: Sequence[RequestState]) -> None:
-        """Forget all uses, and note those of these requests."""
+        """Replace all recorded uses by those of these requests."""
         self.known = [request.id for request in requests]
         for size, uses in self._uses.items():
             uses.clear()

@@ -34,10 +34,10 @@ def end_token_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def token_types(metadata: Mapping[str, Any], types: Sequence[int]) -> list[int]:
-    """Return the types of all tokens; an end that is known by its text is a control token.
+    """Return the types of all tokens; end tokens found by their text become control tokens.
 
-    llama.cpp corrects them in this way, because some files have them as ordinary text. The marks of
-    a conversation would then be read letter by letter.
+    llama.cpp corrects them in this way, because some files declare them as ordinary text. The
+    tokenizer would then split the markers of a conversation into letters.
     """
     found = list(types)
     for token in _by_text(metadata):

@@ -1,4 +1,4 @@
-"""A small model without files; checking hand-offs needs no language."""
+"""A small model with random weights and no files, to check hand-offs."""
 
 from collections.abc import Iterator
 from functools import partial

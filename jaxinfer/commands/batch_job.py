@@ -186,7 +186,7 @@ class BatchJob:
 
     @property
     def results_file(self) -> Path:
-        """The file with the results: the output, or lines beside an unfinished Parquet file."""
+        """The file with the results: the output, or lines next to an unfinished Parquet file."""
         out = Path(self._output)
         return out if out.exists() else lines_of(self._output)
 

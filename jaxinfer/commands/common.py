@@ -103,7 +103,7 @@ def workload_settings(trace: str | None, limit: int | None) -> list[str]:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number and the noun, in singular or plural."""
+    """Return the number followed by the noun, in the singular or plural."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
@@ -116,7 +116,7 @@ def refuse(why: str, options: dict[str, object]) -> None:
 
 @contextmanager
 def new_results(out: Path, is_kept: Callable[[Path], bool] = lambda _: False) -> Iterator[None]:
-    """Make a folder for results, or use an empty one; a failure leaves it as it was.
+    """Make a folder for results, or use an empty one; after a failure, restore its earlier state.
 
     Args:
         is_kept: see ``left_as_found``.
@@ -138,7 +138,7 @@ def left_as_found(out: Path, existed: bool, is_kept: Callable[[Path], bool]) -> 
 
     Args:
         existed: whether there was a folder, which was empty.
-        is_kept: tells whether the folder's contents are valuable, so that all of it stays.
+        is_kept: returns whether the folder's contents are valuable, so that all of it stays.
     """
     try:
         yield

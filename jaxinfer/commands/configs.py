@@ -14,7 +14,7 @@ from jaxinfer.files.shipped import SHIPPED, shipped_files
 @click.group(invoke_without_command=True)
 @click.pass_context
 def configs(context: click.Context) -> None:
-    """List or copy the run files, clusters, prompts and traces that ship.
+    """List or copy the run files, clusters, prompts and traces that ship with jaxinfer.
 
     Every command accepts these files by name, such as cronus/cronus.yaml, from any folder. Your
     own file with the same path takes precedence.

@@ -1,4 +1,4 @@
-"""A group of commands, each imported when it is asked for."""
+"""A group of commands, each of which is imported on first use."""
 
 from collections.abc import Sequence
 from importlib import import_module
@@ -11,8 +11,8 @@ class LazyGroup(click.Group):
     """Commands by name, each a function in a module of the same name, with _ for -.
 
     Args:
-        package: with the modules.
-        names: of the commands, in the order in which they are listed.
+        package: package that contains the modules.
+        names: names of the commands, in the order in which they are listed.
     """
 
     def __init__(self, *given: Any, package: str, names: Sequence[str], **named: Any) -> None:

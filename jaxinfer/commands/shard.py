@@ -37,7 +37,7 @@ MOST = 65536
     help="Axes of the mesh and their sizes, outermost first.",
 )
 @click.option(
-    "--layouts", help="Layouts: names or Python files, with commas (default: all that ship)."
+    "--layouts", help="Layouts to compare: names or Python files, with commas (default: all nine)."
 )
 @click.option(
     "--for", "target", help="Target to compile for: cpu:8, h100:8, v5e:2x4 (default: cpu)."
@@ -58,7 +58,12 @@ MOST = 65536
 @click.option(
     "--link", "links", multiple=True, metavar="AXIS=GB_S", help="Bandwidth along one axis."
 )
-@click.option("--phase", type=click.Choice(["prefill", "decode", "both"]), default="both")
+@click.option(
+    "--phase",
+    type=click.Choice(["prefill", "decode", "both"]),
+    default="both",
+    help="Phase to compare (default: both).",
+)
 @click.option(
     "--tokens",
     type=click.IntRange(min=1),
@@ -77,7 +82,12 @@ MOST = 65536
     default=2048,
     help="Tokens in the KV cache of each sequence (default: 2048).",
 )
-@click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), default="bfloat16")
+@click.option(
+    "--dtype",
+    type=click.Choice(["bfloat16", "float16", "float32"]),
+    default="bfloat16",
+    help="Format of weights, activations and KV (default: bfloat16).",
+)
 @click.option("--search", is_flag=True, help="Also search all assignments of weights to mesh axes.")
 @click.option("--out", help="New folder for tables, a picture and parts of run files.")
 @with_pictures

@@ -41,7 +41,7 @@ def _has_finished_run(out: Path) -> bool:
 
 
 def systems_json(runs: Runs, bounds: Mapping[str, float]) -> dict[str, Any]:
-    """Return figures of systems side by side, as ``compare.json`` has them, and given bounds."""
+    """Return the figures of all systems, in the form of ``compare.json``, and the given bounds."""
     from jaxinfer.report.comparison import document
 
     found = document(runs, command_line())
@@ -63,7 +63,7 @@ def print_systems(runs: Runs) -> None:
 
 
 def show_and_write(runs: Runs, out: Path, pictures: str | None, as_json: bool) -> None:
-    """Print the table of systems, unless it is JSON that is asked for, and write their files."""
+    """Print the table of systems, unless JSON is requested, and write their files."""
     if not as_json:
         print_systems(runs)
     written = write_systems(runs, out, pictures)
@@ -72,7 +72,7 @@ def show_and_write(runs: Runs, out: Path, pictures: str | None, as_json: bool) -
 
 
 def write_systems(runs: Runs, out: Path, pictures: str | None) -> str:
-    """Write tables, pictures and traces beside the runs, and return where they are.
+    """Write tables, pictures and traces next to the runs, and return their paths.
 
     Args:
         pictures: format of pictures; by default png.

@@ -23,15 +23,15 @@ class InstanceConfig(EngineOptions):
     """An instance: the engine's options, and its place in the cluster.
 
     Attributes:
-        group: Group of an instance with one stage.
-        stages: Pipeline stages, in order; tokens then pass through the host, and ``launch_ahead``
-            is off.
+        group: Group that holds the instance, if it has a single stage.
+        stages: Pipeline stages, in order; sampled tokens then pass through the host, and
+            ``launch_ahead`` is off.
         role: A word that the system reads and may change (``SetRole``). Figures count the seconds
             in each role.
         segments: Number of parts in which a stage's layers are compiled, for ``per_segment``. KV is
             sent as soon as its part is computed.
-        computes: With ``false``, the instance has no weights and only keeps pages for others, whose
-            ``eviction.tier`` names it.
+        computes: With ``false``, the instance has no weights and only stores pages for the
+            instances that name it as ``eviction.tier``.
     """
 
     segments: int = Field(default=1, ge=1)
@@ -87,7 +87,7 @@ class InstanceConfig(EngineOptions):
 
     @property
     def is_spread(self) -> bool:
-        """True if KV heads may lie on groups other than the stages' own."""
+        """True if KV heads may be on groups other than the stages' own."""
         return any(stage.attention for stage in self.stages)
 
     @property
@@ -97,7 +97,7 @@ class InstanceConfig(EngineOptions):
 
     @property
     def lenders(self) -> list[str]:
-        """The groups that compute a part of layers for its stages, each once."""
+        """The groups that compute attention or FFN for its stages, each listed once."""
         return [*dict.fromkeys(group for place in self.places for group in place.lenders)]
 
     @property
@@ -146,8 +146,8 @@ class ClusterConfig(Options):
 
     Attributes:
         ray: Address of the Ray cluster that finds hosts for groups; None if no group asks for it.
-        lent: In the part of one process, the number of devices of each attention or FFN group that
-            is in another process.
+        lent: For each attention or FFN group in another process, its number of devices; used only
+            in one process's part of a cluster.
     """
 
     groups: Named[GroupConfig]
@@ -277,7 +277,7 @@ class ClusterConfig(Options):
 
     @property
     def tiers(self) -> dict[str, str]:
-        """The instances that keep pages, by those whose pages they keep."""
+        """The tier of each instance that has one."""
         found = {name: each.eviction.tier for name, each in self.instances.items()}
         return {name: tier for name, tier in found.items() if tier is not None}
 

@@ -1,4 +1,4 @@
-"""The run file's section ``simulate``: costs that the modelled cluster's data sheets leave open."""
+"""The run file's section ``simulate``: costs that do not follow from the GPUs' data sheets."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -39,7 +39,7 @@ Tables = Annotated[str | PublishedTables | None, BeforeValidator(_as_tables)]
 
 
 class GroupCosts(Options):
-    """Costs of one device group's steps, if they differ from the others'; see ``SimulateOptions``.
+    """Costs of one device group's steps that differ from the common ones in ``SimulateOptions``.
 
     Attributes:
         node: Node of the hardware file that has the group's GPUs.
@@ -77,24 +77,25 @@ class SimulateOptions(Options):
         bandwidth: Share of the GPU's memory bandwidth that kernels reach.
         step_s: Seconds that the engine adds to each step.
         sequence_s: Seconds that the engine adds for each sequence of a step.
-        tables: A folder with measured operators, published ones, or the name of shipped ones, such
-            as ``h100``. It replaces ``flops`` and ``bandwidth``.
-        skew: Whether decodes with longer contexts than their step's mean slow its attention down,
-            by the tables' ``skew_fit.csv`` (default: if that file exists).
+        tables: Measured operators: a folder, published tables, or the name of shipped tables, such
+            as ``h100``. They replace ``flops`` and ``bandwidth``.
+        skew: Whether decodes with longer contexts than the mean of their step slow down its
+            attention, as the tables' ``skew_fit.csv`` describes (default: if that file exists).
         linear: Coefficients of a linear form. They replace ``flops``, ``bandwidth``, ``step_s`` and
             ``sequence_s``.
-        phases: Coefficients by phase. They replace the same options.
-        curves: Curves of whole steps. They replace the same options.
-        reserve_gb: Memory of each GPU for neither weights nor KV, in 10^9 bytes (default: what the
-            largest step's hidden states and logits need).
-        hop_s: Seconds for which a stage is busy with sending hidden states, in addition to the
-            link's time.
+        phases: Separate coefficients for prefill and decode. They replace the same options.
+        curves: Times of whole steps from a CSV file. They replace the same options.
+        reserve_gb: Memory of each GPU that is used neither for weights nor for KV, in 10^9 bytes
+            (default: the size of the hidden states and logits of the largest step).
+        hop_s: Seconds for which a stage is busy when it sends hidden states, in addition to the
+            time of the link.
         fit: Error that the fits of Cronus' equations 2 and 3 minimise: ``relative``, as in our
             profiles, or ``absolute``, as in the paper.
-        hardware: A file with the groups' nodes, which defines links and GPUs.
-        shared_experts: Instances that share the experts of each layer, as replicas of data-parallel
-            attention do. They step together.
-        groups: Costs of single groups, which replace the common ones.
+        hardware: Hardware file with the nodes on which groups are placed; it defines links and
+            GPUs.
+        shared_experts: Instances that share the experts of each layer, like replicas of
+            data-parallel attention. They step together.
+        groups: Costs of single groups, which replace the common costs.
     """
 
     flops: float = Field(default=0.6, gt=0, le=1)
@@ -146,7 +147,7 @@ class SimulateOptions(Options):
 
     @property
     def where(self) -> str:
-        """Section of the file that the costs come from, with a colon; empty for the roofline."""
+        """Name of the section that the costs come from, with a colon; empty for the roofline."""
         return f"simulate.{self._where}{self.measured}: " if self.measured else ""
 
 

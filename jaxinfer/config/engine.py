@@ -30,11 +30,11 @@ def engine_named(name: object) -> dict[str, Any]:
 
 
 class EngineOptions(Options):
-    """Options that decide how a model is run. Names follow vLLM where it has the option.
+    """Options that decide how a model is run. Options that vLLM also has keep vLLM's names.
 
     Attributes:
-        like: Name of an engine in ``configs/engines.yaml``, whose options are used where you give
-            none.
+        like: Name of an engine in ``configs/engines.yaml``; its options apply where you do not set
+            your own.
         load_format: ``auto`` reads the model's weights; ``dummy`` draws random ones from ``seed``,
             to measure speed. Then ``config.json`` is enough; without a tokenizer, prompts must be
             ``prompt_token_ids``.
@@ -43,14 +43,15 @@ class EngineOptions(Options):
             folder's file also adds its end-of-text tokens, and its ``max_new_tokens`` limits every
             line of a batch.
         dtype: Format of weights and computation; ``auto`` is float32 on CPUs, bfloat16 on GPUs.
-        weight_dtype: Format of the weights of linear layers; ``auto`` keeps 8 bits of the
-            checkpoint, else it is ``dtype``. ``int8`` and ``fp8`` have a scale per output channel,
-            and are multiplied in ``dtype``; embeddings, heads, norms and biases stay in ``dtype``.
-        kv_cache_dtype: Format of the KV cache; ``auto`` is ``dtype``, while ``int8`` and ``fp8``
-            need half the memory of 16 bits; on CPUs they need the slower ``kernels: plain``. Both
-            keep a scale per page and head; fp8 is e4m3, on GPUs from sm_89 on.
+        weight_dtype: Format of the weights of linear layers; ``auto`` keeps the 8-bit weights of a
+            checkpoint and converts others to ``dtype``. ``int8`` and ``fp8`` have a scale per
+            output channel, and are multiplied in ``dtype``; embeddings, heads, norms and biases
+            stay in ``dtype``.
+        kv_cache_dtype: Format of the KV cache; ``auto`` is ``dtype``; ``int8`` and ``fp8`` take
+            half the memory of 16-bit formats and, on CPUs, need the slower ``kernels: plain``. Both
+            keep a scale per page and head; fp8 is e4m3 and needs a GPU of sm_89 or newer.
         tensor_parallel_size: Devices that share each layer.
-        layout: Placement of parameters, activations and KV on those devices: a name in
+        layout: Placement of parameters, activations and KV on an instance's devices: a name in
             ``models/layouts.py``, or a Python file. The file has a ``LAYOUT``, or only ``RULES``
             for parameters. By default ``megatron``; modelled devices then have equal parts of
             everything.
@@ -62,13 +63,13 @@ class EngineOptions(Options):
             free, unless ``XLA_PYTHON_CLIENT_MEM_FRACTION`` sets another share.
         max_num_seqs: Largest number of requests that run at once; 256 by default on GPUs.
         max_num_batched_tokens: Largest number of tokens in one step; 8,192 by default on GPUs.
-        token_buckets: Sizes for which steps with prefill are compiled; a step takes as long as its
-            bucket. The largest is ``max_num_batched_tokens``; by default down to 64, each a quarter
-            of the next.
+        token_buckets: Numbers of tokens for which steps with prefill are compiled; a step is padded
+            to the next of them. The largest is ``max_num_batched_tokens``; by default down to 64,
+            each a quarter of the next.
         max_model_len: Largest number of prompt and output tokens of a request; by default the
             model's.
-        enable_prefix_caching: Keep full pages after a request ends, for prompts that begin with the
-            same tokens.
+        enable_prefix_caching: Keep full pages after a request ends, and reuse them for prompts that
+            begin with the same tokens.
         kernels: Attention kernels (docs/kernels.md). ``hopper`` runs on sm_90, ``generic`` on other
             NVIDIA GPUs, ``numba`` on CPUs with the extra ``cpu``, ``plain`` JAX anywhere;
             ``interpret`` checks results. ``auto`` takes the first of these that the device can run,
@@ -83,20 +84,21 @@ class EngineOptions(Options):
             version 1.
         watermark: Share of the pages that admission leaves free for the growth of running requests.
         paging: When pages of the KV pool are taken, cached and freed.
-        eviction: Which cached pages that no request uses are evicted first.
-        late_tokens: Whether the tokens that steps in flight sample for a preempted request are
-            ``dropped`` and sampled again, or ``kept``: it then waits for them.
-        empty_waits: If no step could be formed while others are in flight, form the next one only
-            when one of them has ended.
+        eviction: Order in which unused cached pages are evicted.
+        late_tokens: Tokens that steps in flight still sample for a preempted request: ``dropped``
+            and sampled again, or ``kept``, in which case the request waits for them.
+        empty_waits: If no step can be formed while others are in flight, wait until one of them has
+            ended before trying again.
         half_batches: Compute steps with attention groups as two halves, one after the other:
-            ``always``, or where that is faster (``by_time``). The exchange of one half with the
-            groups then overlaps with the dense layers of the other.
-        micro_batches: Number of parts in which steps of stages with an ``ffn`` group are computed,
-            in turn: the FFN of one part then overlaps with the attention of the others.
+            ``always``, or only where this is faster (``by_time``). The exchange of one half with
+            the groups then overlaps with the dense layers of the other.
+        micro_batches: Number of micro-batches into which steps of stages with an ``ffn`` group are
+            divided, so that the FFN of one overlaps with the attention of the others.
         max_transfers_in_flight: Largest number of requests whose KV an instance fetches at once.
         policies: Names of the policies for order, admission, batches and victims.
         strict_shapes: Report an error when a step was not compiled in advance.
-        seed: Seed of random weights; together with its id, seed of a request that has none.
+        seed: Seed of random weights, and of the sampling of requests without a seed (together with
+            their ids).
     """
 
     like: str | None = None
@@ -199,7 +201,7 @@ class EngineOptions(Options):
         return 1
 
     def sharing_gpu(self, users: int) -> Self:
-        """Return options with an even part of a GPU's memory, if it is shared and none is given.
+        """Return options with an equal part of a shared GPU's memory, unless a part is given.
 
         Args:
             users: number of stages on the GPU, including this one.
@@ -209,7 +211,7 @@ class EngineOptions(Options):
         return self.model_copy(update={"memory_fraction": GPU_SHARE / users})
 
     def on_gpu(self) -> Self:
-        """Return options with a GPU's step sizes where none are given, as far as others allow.
+        """Return options with a GPU's default step sizes, as far as other options allow them.
 
         A modelled GPU has the given sizes, or those of a CPU.
         """

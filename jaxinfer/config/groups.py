@@ -38,22 +38,23 @@ class GroupConfig(Options):
     """Equal devices. Each stage on the group takes the next ``tensor_parallel_size`` of them.
 
     Attributes:
-        platform: Kind of devices; by default JAX's choice here.
+        platform: Kind of devices; by default, JAX's choice on this machine.
         kind: Part of the devices' name, such as ``H100``; in a simulation, a name in
             ``configs/gpus.yaml``.
         devices: Number of devices.
         tensor_parallel_size: Devices of one stage; by default all.
         mesh: Mesh axes of a stage's devices, outermost first, such as ``{x: 2, y: 4}``; by default
             one axis, ``tp``.
-        emulate: ``{slowdown: N}``: the group emulates slower devices; each step takes N times its
-            profiled time. Steps that take longer are counted as ``overruns``.
-        shares: Group whose devices this one uses, its first ``devices``; it has none of its own.
-        process: ``own``: the group has its own process, as JAX can use only one kind of GPU per
+        emulate: ``{slowdown: N}`` makes the group behave like slower devices: each step takes N
+            times its profiled time. Steps that take longer are counted as ``overruns``.
+        shares: Group whose first ``devices`` devices this group also uses, instead of having its
+            own.
+        process: ``own`` gives the group its own process; JAX can use only one kind of GPU per
             process.
         host: ``HOST:PORT`` of the ``jaxinfer worker`` that starts the process.
         ray: Resources by which Ray chooses a host: ``num_cpus`` (default 1), ``num_gpus`` and
             ``resources``, or ``{}``.
-        environment: Environment variables of that process, set before JAX starts.
+        environment: Environment variables of the group's process, set before JAX starts.
         restart: How many times a lost process is restarted.
     """
 
@@ -117,7 +118,7 @@ class GroupConfig(Options):
 
     @property
     def is_apart(self) -> bool:
-        """True if the group has a process of its own, on any host."""
+        """True if the group has its own process, on any host."""
         return bool(self.process or self.host or self.ray)
 
     @property

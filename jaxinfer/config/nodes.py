@@ -86,10 +86,10 @@ class Hardware(Options):
     """A hardware file.
 
     Attributes:
-        source: where the numbers come from, and what is assumed.
+        source: source of the numbers, and assumptions.
         latency_s: seconds until the first byte between nodes.
         nodes: nodes by name; one named x with ``replicas: 3`` becomes x0, x1 and x2.
-        links: links of pairs of nodes that have their own.
+        links: links between pairs of nodes, in place of their network cards.
         gpus: GPUs that are not shipped, by name.
         models: models that are not shipped, by name.
     """
@@ -129,7 +129,7 @@ class Hardware(Options):
             pairs.add(pair)
 
     def link(self, here: str, there: str) -> NodeLink | None:
-        """Return the own link of a pair of nodes, or None."""
+        """Return the link that the file gives for a pair of nodes, or None."""
         ends = {here, there}
         return next((link for link in self.links if set(link.between) == ends), None)
 
@@ -148,7 +148,7 @@ class NetworkPath:
 
     @property
     def rate(self) -> float:
-        """Bytes per second of a flow that is alone on the path."""
+        """Bytes per second of a flow that has the path to itself."""
         return min(self.links.values())
 
 

@@ -1,4 +1,4 @@
-"""Questions about processes: which of them has which part of a cluster.
+"""Finds out which process has which part of a cluster.
 
 A process is named by its group; None is the process of the loop.
 """
@@ -25,7 +25,7 @@ def is_divided(cluster: ClusterConfig, instance: str) -> bool:
 def part_of(cluster: ClusterConfig, process: str | None) -> ClusterConfig:
     """Return one process's part as a cluster.
 
-    An instance with stages in several processes has only the stages of that process there.
+    An instance whose stages are in several processes has only the stages of this process in it.
     """
     here: dict[str, Any] = {"environment": {}, "restart": 0}
     groups = {

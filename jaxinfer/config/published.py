@@ -24,8 +24,8 @@ class PublishedTables(Options):
             one that is not newer.
         card: GPU whose tables are used; by default the group's ``kind``.
         fp8: Scales of fp8 weights: one per tensor, or one per block of 128.
-        static_scales: The checkpoint has scales for activations. The time to quantize activations
-            is then subtracted from products.
+        static_scales: Whether the checkpoint has scales for activations. The time to quantise
+            activations is then subtracted from products.
         quickest_all_reduce: Use the fastest all-reduce of all GPUs in the folder whose links are
             equally fast.
         possible_attention: Replace measured attention that the GPU's peaks rule out. Where prompts
@@ -33,14 +33,16 @@ class PublishedTables(Options):
             Where decodes exceed the peak bandwidth, reduce them to the bandwidth that other
             operators reach; where another GPU with the same FLOPs and no more bandwidth is faster,
             use its decodes.
-        other_heads: Where a table of attention lacks the model's heads, take a part of them for as
-            many more sequences, or the mean of the next numbers of query heads on both sides.
-        small_operators: Include norms, activations and other small operators, by their bytes.
-        experts: Format of the experts' weights, by its name in the tables; by default that of the
-            other weights.
-        expert_parallel: Degree of expert parallelism: this many parts of the devices hold different
-            experts; within a part, the devices split each expert.
-        routing: Distribution of tokens over experts, by its name in the tables.
+        other_heads: If an attention table lacks the model's number of heads, use a fraction of the
+            heads with proportionally more sequences, or the mean of the next smaller and larger
+            numbers of query heads.
+        small_operators: Include norms, activations and other small operators, with times that
+            follow from their bytes.
+        experts: Format of the experts' weights, named as in the tables; by default, the format of
+            the other weights.
+        expert_parallel: Degree of expert parallelism: number of parts into which the devices are
+            divided; each part holds different experts, and the devices of a part split each expert.
+        routing: Distribution of tokens over experts, named as in the tables.
         expert_blocks: Compute a full block of 128 rows for each expert, as vLLM 0.12 does. A block
             takes as long as a dense product with as many rows.
     """

@@ -41,8 +41,8 @@ class MetricOptions(Options):
     """Options that decide what figures mean.
 
     Attributes:
-        ttft_counts_transfer: Whether a first token drawn by an instance that hands its request on
-            counts only once the KV has arrived; by default as the system has it (true for
+        ttft_counts_transfer: Whether the first token of a request that is then handed over counts
+            only once the KV has arrived; by default, the system decides (true for
             ``disaggregated``).
     """
 
@@ -53,26 +53,28 @@ class RunFile(Options):
     """A YAML file that says what to run.
 
     Attributes:
-        model: A name, a file, a folder or a hub id.
+        model: Model to serve: a name, a file, a folder or a hub id.
         engine: Options that all instances share.
-        groups, instances, links: Parts of the cluster, under names of your choice. See
+        groups, instances, links: Parts of the cluster; you choose their names. See
             ``ClusterConfig``; groups and instances may have ``replicas`` (see ``replicas.py``).
         system: Name of the serving system, with its options, or ``my_module:MySystem``; by default
             ``single``.
         workload: Requests, and when they arrive.
-        watchdog_s: Seconds without an answer after which an instance with work is declared lost.
+        watchdog_s: Seconds after which an instance that has work but does not answer is declared
+            lost.
         verify_transfers: Compare checksums of all KV that is handed over. A difference ends the run
             and names the request, layer and page; needs ``kv_cache_dtype: auto``.
-        transport: How KV is sent between processes: through the memory of the ``host``, by JAX's
-            ``transfer_server``, or (``auto``) by the faster of the two between GPUs, else through
-            the host.
-        ray: Address of a Ray cluster's head node, ``HOST:PORT``; by default that of this host.
+        transport: How KV is sent between processes: through ``host`` memory or with JAX's
+            ``transfer_server``; ``auto`` uses the faster of the two between GPUs, and host memory
+            otherwise.
+        ray: Address of a Ray cluster's head node, ``HOST:PORT``; by default, the cluster that this
+            host belongs to.
         ledger: Record all scheduling decisions in a ledger, which a replay can check
             (docs/proof.md).
-        metrics: ``ttft_counts_transfer``: whether a first token counts only once its KV has
-            arrived.
+        metrics: ``{ttft_counts_transfer: true}`` counts a first token only once its KV has arrived
+            at the next instance.
         simulate: Step times and other costs of a modelled cluster.
-        gpus, models: GPUs and models for simulations that do not ship, by name.
+        gpus, models: Definitions, by name, of further GPUs and models for simulations.
     """
 
     model: str | None = None

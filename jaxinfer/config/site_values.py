@@ -1,6 +1,6 @@
 """A modelled cluster in final values: its groups, its instances' stages, and their paths.
 
-``site.model_site`` works them out of a run file; what simulates a cluster reads them.
+``site.model_site`` works them out of a run file; the simulator reads them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,13 +38,13 @@ class SiteGroup:
 
     @property
     def own_devices(self) -> int:
-        """Number of devices that are its own."""
+        """Number of devices that belong to this group, not to a group whose devices it shares."""
         return 0 if self.shares else self.devices
 
 
 @dataclass(frozen=True)
 class SiteAttention:
-    """A group other than a stage's own, for KV heads.
+    """An attention group: a group other than a stage's own that stores KV heads.
 
     Attributes:
         num_pages: pages of its pool for this stage; None for as many as its memory holds.
@@ -89,7 +89,7 @@ class SiteStage:
 
     @property
     def groups(self) -> list[SiteGroup]:
-        """Return groups where its KV heads may lie: its own, then the others, once per device."""
+        """Return the groups that may store its KV heads: its own, then one per other device."""
         return [
             self.group,
             *(each.group for each in self.attention for _ in range(each.group.devices)),

@@ -17,7 +17,7 @@ TABLE_SIZE = 2
 
 
 def stored_sizes(model: ModelShape, weight_dtype: str, kv_cache_dtype: str) -> tuple[int, int]:
-    """Return the bytes of a layer's weight (if it may have 8 bits) and of a number of KV.
+    """Return the bytes per number of layer weights (those that may have 8 bits) and of KV.
 
     Raises:
         JaxinferError: the model is stored in another format of 8 bits.

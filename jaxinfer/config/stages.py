@@ -25,8 +25,8 @@ class StageConfig(Options):
 
     Attributes:
         group: Group that computes the stage.
-        layers: Number of layers; without ``layers`` and ``share``, they are split by the measured
-            speeds of the groups.
+        layers: Number of layers; without ``layers`` and ``share``, layers are divided in proportion
+            to the measured speeds of the groups.
         share: Share of the layers, relative to the shares of the other stages.
         attention: Groups that may store the stage's KV heads, by name or as
             ``{group: x, num_pages: n}``. They have no weights; attention is computed where the

@@ -82,7 +82,7 @@ class DecodeCosts(Options):
 
 
 class ExtraCosts(Options):
-    """Costs that stages have in full, however many share the layers, in seconds.
+    """Costs in seconds that stages do not divide among them.
 
     Attributes:
         step_s: Seconds of the first stage, per step.
@@ -116,7 +116,7 @@ class PhaseCosts(Options):
     extra: ExtraCosts = ExtraCosts()
 
     def model_post_init(self, context: Any, /) -> None:
-        """Check that each batch size has a regime, and each regime some batch size."""
+        """Check that each batch size has coefficients, and that all coefficients are used."""
         last = 0
         for number, regime in enumerate(self.decode[:-1]):
             if regime.below is None:

@@ -22,24 +22,24 @@ class Workload(Options):
     """The requests to serve.
 
     Attributes:
-        input, output: Files of prompts and results of ``jaxinfer run``.
-        trace: A file of requests.
+        input, output: Files with the prompts and the results of ``jaxinfer run``.
+        trace: File with one request per row.
         tokenizer: Model, or folder with ``tokenizer.json``, for traces that contain text; by
             default the run's model.
         synthetic: Requests with random lengths, in place of a trace.
         only: Use only one class of requests: heavy prefill (HP) has more than 512 tokens, heavy
             decode (HD) more than 128; LP and LD are light.
-        limit: Use only this many requests, from the first on.
-        order: Order in which requests are served that all arrive at once: as they are ``given``; by
-            ``prefix_tree``, depth first through the tree of their prompts, so that the prefix cache
-            still has what the next prompt shares with the last one; or ``blend``, from both ends of
-            such a tree, so that prompts to compute fill the steps of long outputs.
+        limit: Number of requests to use, counted from the first; by default all.
+        order: Order of requests that all arrive at once: as ``given``; ``prefix_tree``, depth first
+            through the tree of their prompts, so that the prefix cache still has what the next
+            prompt shares with the last one; or ``blend``, from both ends of such a tree, so that
+            prefill fills the steps of requests with long outputs.
         arrivals: When requests arrive.
-        max_tokens: Output limit that users give in a modelled run; by default the true length.
+        max_tokens: In a modelled run, the output limit that users set; by default, the true length.
             Systems and policies see only this limit; the request ends earlier, at its true length.
-        predictor: Predictor of output tokens. It is ``my_module:MyPredictor``, or
-            ``{name: ..., ...options}``, or in a modelled run
-            ``{granularity: 200, accuracy: 0.85, seed: 0}``.
+        predictor: Predictor of the number of output tokens. It is ``my_module:MyPredictor``, or
+            ``{name: ..., ...options}``, or in a modelled run ``{granularity: 200, accuracy: 0.85,
+            seed: 0}``.
     """
 
     input: str | None = None
@@ -119,8 +119,8 @@ class Workload(Options):
         Args:
             model: model whose tokenizer is used for traces with texts, if there is no
                 ``tokenizer``.
-            note: called with a text on requests that were left out, or times that are ignored.
-            searched: whether rates are searched for, so that arrivals do not matter.
+            note: called with a line about skipped requests or ignored times.
+        searched: whether a search will set the rates, so that the workload's arrivals are ignored.
 
         Raises:
             JaxinferError: there is no trace, it cannot be read, or it has no request of the class.

@@ -1,4 +1,4 @@
-"""Keeps results from run to run: by key in a file that grows, or as whole files."""
+"""Stores results for later runs: by key in a file that grows, or as whole files."""
 
 import fcntl
 import hashlib
@@ -28,7 +28,7 @@ def _text_keys(value: object) -> object:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all, as others may read it, or write the same, meanwhile."""
+    """Write a file completely or not at all, because other processes may use it meanwhile."""
     part = path.with_name(f"{path.name}.{os.getpid()}-{get_ident()}.part")
     try:
         part.write_bytes(data)
@@ -40,7 +40,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 class KeptResults:
-    """JSON values by key, of one version of the program, so that a killed search continues.
+    """JSON values by key, stored in a file so that a killed search can be continued.
 
     Args:
         path: file of JSON lines, one per value; None keeps them only in memory.

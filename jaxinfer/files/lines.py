@@ -1,4 +1,4 @@
-"""Files of lines that are written while a process, such as a run, goes on."""
+"""Files that are written line by line during a run or search."""
 
 from pathlib import Path
 

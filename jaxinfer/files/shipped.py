@@ -30,7 +30,7 @@ def data_path(name: str | Path) -> Path:
 
 
 def read_shipped(name: str) -> Any:
-    """The content of a YAML file that ships, read by libyaml where that is there."""
+    """Return the content of a shipped YAML file, read with libyaml if it is available."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return yaml.load((SHIPPED / name).read_text(encoding="utf-8"), Loader=loader)
 

@@ -43,7 +43,7 @@ class Gpu(Options):
         network_gb_s: bandwidth to GPUs of other domains, as for ``link_gb_s``.
         watts: power limit; None if unknown.
         device_kind: JAX's name for it.
-        checked: whether the numbers come from more than one source.
+        checked: whether the numbers were checked against a second source.
         all_reduce_gb_s: bandwidth of large all-reduces, as nccl-tests' busbw, in 10^9 bytes per
             second. By default, see ``collective`` and ``stated_collective``.
         all_reduce_s: fixed seconds of each all-reduce.
@@ -75,12 +75,12 @@ class Gpu(Options):
 
     @property
     def is_torus(self) -> bool:
-        """True if each axis of a mesh has links of its own."""
+        """True if each axis of a mesh has its own links."""
         return self.link.upper().startswith("ICI")
 
     @property
     def stated_collective(self) -> tuple[float, float]:
-        """GB/s and fixed seconds of all-reduces for a roofline; by default only the link's rate.
+        """GB/s and fixed seconds of all-reduces for a roofline; default: the link's rate and 0 s.
 
         A roofline states fractions of peaks.
         """
@@ -346,7 +346,7 @@ def gpu_of_device(device_kind: str) -> Gpu | None:
 
 
 def name_of_device(device_kind: str) -> tuple[str, Gpu | None]:
-    """Return its name and numbers in ``configs/gpus.yaml``, or its kind and None."""
+    """Return a device's name and numbers in ``configs/gpus.yaml``, or its JAX name and None."""
     for name, facts in _read("gpus.yaml").items():
         if facts.get("device_kind") == device_kind:
             return name, Gpu.model_validate(facts)

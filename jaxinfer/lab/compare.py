@@ -26,8 +26,7 @@ def _refuse_missing(paths: Sequence[Path]) -> None:
 def load_systems(
     run_files: Sequence[str], systems: Sequence[str], settings: Sequence[str] = ()
 ) -> dict[str, RunFile]:
-    """Load the run files to compare, by the names of their files, all with the first one's
-    workload.
+    """Load the run files to compare, by file name; all get the workload of the first one.
 
     If ``settings`` replace a file's system, the new system's name is used instead.
 

@@ -99,7 +99,7 @@ def compare_layouts(
         One record per layout. Times are medians: of the rounds, and over the steps of all rounds.
 
     Raises:
-        JaxinferError: a group has a process of its own.
+        JaxinferError: a group has its own process.
     """
     for name, group in config.cluster().groups.items():
         if group.is_apart:

@@ -1,4 +1,4 @@
-"""A run once more, from what its ``run.json`` records: what ``jaxinfer check rerun`` does."""
+"""Repeats a run from the records in its ``run.json``, for ``jaxinfer check rerun``."""
 
 import json
 import os

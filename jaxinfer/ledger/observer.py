@@ -1,4 +1,4 @@
-"""The observer of the loop, which stands between the loop and a real or simulated world."""
+"""The observer, which sits between the loop and a real or simulated world."""
 
 from collections.abc import Callable, Sequence
 from json.encoder import encode_basestring_ascii as quoted

@@ -25,7 +25,7 @@ from jaxinfer.files.shipped import data_path, why_not
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a clause with the name in ``known`` nearest to ``name``, or a list of all."""
+    """Return a clause that suggests the nearest name in ``known``, or lists all of them."""
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.65)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"
@@ -57,7 +57,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def import_own(name: str) -> Any:
-    """Import the thing that ``my_module:thing`` names.
+    """Import the object that ``my_module:thing`` names.
 
     Raises:
         JaxinferError: there is no such module, it has nothing of that name, or importing it raises

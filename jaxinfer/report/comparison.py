@@ -74,7 +74,7 @@ def comparison_table(runs: Runs) -> Table:
 
 
 def new_folder(folder: Path, besides: str | None = None) -> None:
-    """Make the folder for ``write_comparison``; best called before the runs, too.
+    """Make the folder for ``write_comparison``; call it before the runs to detect errors early.
 
     Args:
         besides: name of an entry that it may already contain.
@@ -261,7 +261,7 @@ def _write_csv(runs: Runs, path: Path) -> None:
 
 
 def document(runs: Runs, command: str) -> dict[str, Any]:
-    """Figures of each system: of each round, and their medians, as ``compare.json`` has them."""
+    """Return each system's figures, for all rounds and as medians, as in ``compare.json``."""
     middle = medians(runs)
     systems = {
         name: {

@@ -79,7 +79,7 @@ class RunTotals:
     def add_decodes(
         self, instance: str, start: float, end: float, decodes: int, context: int, pages: int
     ) -> None:
-        """Count one step of decodes alone, which see ``context`` KV entries."""
+        """Count one step that only decodes; its decodes see ``context`` KV entries."""
         # Runs in each of a simulation's steps, so it is written for speed.
         self.steps += 1
         self.decode_tokens += decodes

@@ -32,7 +32,7 @@ def asked_for(
 
     Args:
         work: the requests, if they come from ``config``'s workload (a trace or random lengths).
-        facts: shipped files that matter in addition to those that ``config`` names.
+        facts: shipped files that affect the result, in addition to those that ``config`` names.
     """
     data = config.model_dump(mode="json", exclude_unset=True)
     workload = config.workload.model_dump(mode="json", exclude_none=True)
@@ -127,7 +127,7 @@ def checkout() -> tuple[str | None, bool | None]:
 
 
 def made_by_another(run: Mapping[str, Any]) -> str:
-    """Return which other version or commit made a run, by its ``run.json``; empty if this one."""
+    """Return the other version or commit that made a run; empty if this one made it."""
     version = (run.get("versions") or {}).get("jaxinfer")
     if version != jaxinfer.__version__:
         return f"the run was made by version {version}, this is {jaxinfer.__version__}"

@@ -76,7 +76,7 @@ class _Lane:
 def timeline(
     run: RunRecord, path: str | Path, start: float | None = None, stop: float | None = None
 ) -> Figure:
-    """Draw what each stage and each route did when, in a row each.
+    """Draw a timeline with one row for each stage and each route.
 
     A route's row is above its destination, whose steps hide the transfers.
 

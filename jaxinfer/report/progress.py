@@ -99,7 +99,7 @@ class CountProgress(Progress):
         return self
 
     def advance(self, said: object, *_: object) -> None:
-        """Note that one more is done, and what it is."""
+        """Record that one more piece is done, and describe it."""
         self._done, self._said = self._done + 1, str(said)
         self._show(self._part, self._done, self._total)
 

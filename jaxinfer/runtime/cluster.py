@@ -308,7 +308,7 @@ def load_cluster(
 
 
 def _check_pairs(config: ClusterConfig, pairs: Collection[tuple[str, str]]) -> None:
-    """Refuse hand-offs of KV whose heads lie on several groups."""
+    """Refuse hand-offs of KV whose heads are on several groups."""
     for pair in pairs:
         for name in pair:
             if config.instances[name].is_spread:

@@ -12,7 +12,7 @@ ALL: tuple[Sequence[int], bool] = (), False
 
 
 class LossEvents:
-    """Makes the events of losses and returns, and keeps their results.
+    """Creates the events for losses and returns, and records the outcomes.
 
     Args:
         restarts: restarts lost processes; None if none is restarted.

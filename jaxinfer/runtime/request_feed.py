@@ -43,7 +43,7 @@ class RequestFeed:
         If the requests need a new sampler, it is compiled first; all later steps use it.
 
         Args:
-            progress: told of compiling.
+            progress: receives the progress of compiling.
             at_least_one: read a request even without room, if any are left.
 
         Raises:
@@ -93,7 +93,7 @@ class RequestFeed:
         return requests
 
     def check_all_came(self) -> None:
-        """Raise JaxinferError if a request waited for more ends than there were."""
+        """Raise JaxinferError if a request waits for the end of more requests than the run has."""
         if self._releases:
             raise JaxinferError(
                 "a request waits for the ends of more requests than there are: its after_ends must "

@@ -119,9 +119,7 @@ class Session:
         on_step: OnStep = lambda done: None,
         num_requests: int = 0,
     ) -> Generator[None, None, RunMetrics]:
-        """Do the same as ``run``, but yield after each round of the loop, where it may
-        be closed.
-        """
+        """Run requests as ``run`` does, but yield after each round, when it may be closed."""
         if not self._is_whole:
             self._recover()
         for name, reason in self._lost.items():

@@ -80,7 +80,7 @@ STEPS_KEPT = 16
 class WorkerProcess:
     """Carries out messages, in order.
 
-    An instance with stages in other processes has a thread of its own. It waits for its hidden
+    An instance with stages in other processes has its own thread. It waits for its hidden
     states and then does what depends on them: a step, or slabs out of its pages and into them.
 
     Args:

@@ -51,8 +51,8 @@ def greedy(instance: Instance, request: RequestState, leg: Leg) -> bool:
 def once_per_prefix(instance: Instance, request: RequestState, leg: Leg) -> bool:
     """Admit as ``greedy`` does, but not while another request computes a page that it could share.
 
-    It waits until the prefix cache has the page. Requests whose prompts begin alike and that come
-    together thus compute what they share once.
+    The request waits until the prefix cache has the page. Requests with a common prefix that arrive
+    together thus compute it only once.
     """
     return greedy(instance, request, leg) and not _is_being_computed(instance, request, leg)
 
@@ -189,7 +189,7 @@ class Peak:
 
 
 def peak_entries(requests: Iterable[tuple[int, int]]) -> int:
-    """Return the peak of KV entries of requests that each gain one per step and then end.
+    """Return the peak number of KV entries, if each request gains one per step until its end.
 
     Args:
         requests: current entries and entries still to come, per request. In its last step, a

@@ -40,8 +40,8 @@ class Assignments:
         losses: lost instances, including those that will return.
         live: unfinished requests that have arrived, by id, in the order of arrival.
         unrouted: requests that the system has yet to route.
-        changed: instances whose state has changed since they were last asked for a batch.
-        sends_along: whether a leg has asked for its KV to be sent while it is computed.
+        changed: instances whose state has changed since their last batch was requested.
+        sends_along: whether some leg requires its KV to be sent while it is computed.
         on_legs: called with a request that has new legs.
         on_preempt: called with an instance's name and a request that will lose its pages there.
         on_role: called with an instance's name and its new role.

@@ -30,7 +30,7 @@ class Row:
 
 @dataclass(slots=True)
 class ShardWork:
-    """Work of a step's attention in one shard, if a stage's KV heads lie in several shards.
+    """Work of a step's attention in one shard, if a stage's KV heads are in several shards.
 
     Attributes:
         pairs: number of (row, slice of KV heads) pairs here, for rows of one token.
@@ -172,7 +172,7 @@ class Transfer:
 class Batch:
     """The rows of one step, decodes first.
 
-    In some simulations, decodes are grouped and have no rows of their own. ``work`` counts the rows
+    In some simulations, decodes are grouped and have no separate rows. ``work`` counts the rows
     and the grouped decodes.
 
     Attributes:

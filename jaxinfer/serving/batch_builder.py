@@ -115,7 +115,7 @@ class BatchBuilder:
         return len(self.rows)
 
     def ungrouped(self) -> list[RequestState]:
-        """Running requests that each need a row of their own."""
+        """The running requests that each need their own row."""
         return self.instance.taking_part.ungrouped()
 
     def add(self, request: RequestState, count: int) -> bool:

@@ -25,7 +25,7 @@ class InstancePolicies(Protocol):
 
     @property
     def repeats_decodes(self) -> bool:
-        """True if decodes of all are followed by the same while none waits, comes or ends."""
+        """True if a step that decodes all requests repeats until a request arrives or ends."""
 
     def order(self, waiting: Sequence[RequestState]) -> RequestState:
         """Choose the waiting request to admit next."""
@@ -57,11 +57,11 @@ class Instance:
             instance.
         in_flight: batches launched and not yet committed.
         place: asks where to place a request's slices; used only if a stage has several shards.
-        has_more: tells whether a tier has KV that a request lacks; None if there is no tier.
+        has_more: returns whether a tier has KV that a request lacks; None if there is no tier.
         fetch: called with each request that is to be admitted if ``has_more`` is true.
         make_room: asks for moves that avoid a preemption when a shard (its second argument) lacks
             pages; used only if a stage has several shards.
-        halves_pay: tells whether to compute a step as two halves of its rows in turn; None if no
+        halves_pay: returns whether to compute a step as two halves of its rows in turn; None if no
             step is split.
         asks_spans: whether batches state the smallest and largest number of KV entries that a
             decode sees.
@@ -232,7 +232,7 @@ class Instance:
         return self._role_s | {self.role: before + now - self._role_since}
 
     def follow(self, lost: "Instance", now: float) -> None:
-        """Continue the statistics of the lost instance that this one replaces."""
+        """Take over the statistics of the lost instance that this one replaces."""
         self.num_preemptions = lost.num_preemptions
         self._role_s, self._role_since = lost.role_seconds(now), now
 
@@ -249,7 +249,7 @@ class Instance:
         return batch
 
     def steady_group(self) -> DecodeGroup | None:
-        """The decodes that further steps are of, until one ends, lacks pages, or another comes."""
+        """The decodes of all next steps, until one ends or lacks pages, or a request arrives."""
         if self.waiting or self.in_flight < self.options.max_in_flight or not self._repeats:
             return None
         return self.taking_part.steady_group()

@@ -20,12 +20,12 @@ class InstanceOptions:
             has ended.
         max_transfers_in_flight: largest number of requests that are imported at a time.
         watermark: fraction of the pages that admission leaves free.
-        late_tokens: what becomes of tokens that steps in flight sample for a preempted request.
+        late_tokens: treatment of tokens that steps in flight sample for a preempted request.
         empty_waits: if no batch could be formed while steps are in flight, the next is formed once
             one of them has ended.
         computes: whether a system sees it; otherwise it only keeps pages for others.
         tier: name of the instance that keeps copies of ended requests' pages, if there is one.
-        tier_takes: of which requests it keeps them.
+        tier_takes: requests whose pages that instance keeps.
         micro_batches: number of parts in which each step's rows are computed, in turn.
     """
 

@@ -31,7 +31,7 @@ MAX_IDLE_TICKS_AFTER_LOSS = 10
 
 
 class Runs(Protocol):
-    """Steps of decodes that follow each other as they would if the loop were asked after each."""
+    """Launches successive decode steps without the loop, with the same result as with it."""
 
     def give(self, instance: Instance) -> None: ...  # noqa: D102
 
@@ -52,7 +52,7 @@ class ServingLoop:
         on_event: called with each committed event except Arrival and Tick.
         predict: called with each arriving request; sets its ``predicted``.
         renew: makes a fresh instance to replace a returning one, from its name.
-        runs: takes steps of decodes that nothing else has a part in, one after the other.
+        runs: launches successive steps of an instance that only decodes.
     """
 
     def __init__(

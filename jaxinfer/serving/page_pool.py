@@ -102,10 +102,10 @@ class Shard:
         pool: its pages.
         slices: slices of KV heads that a request has here unless placed elsewhere. A page holds
             ``page_size`` tokens of one slice. Most shards have one slice with all their heads. If a
-            stage's heads lie in several shards, slice ``stage * K + head`` is one of its K heads.
+            stage's heads are in several shards, slice ``stage * K + head`` is one of its K heads.
         stage: pipeline stage of the layers. A slice can be in any shard of its stage.
         group: name of the device group, if needed.
-        device: number of the device in the group, if each device has a shard of its own.
+        device: number of the device in the group, if each device has its own shard.
         fit: fitted time of attention here, if profiled.
         layers: number of the model's layers in this stage, if stages share device groups.
         dense: returns the seconds of one layer without attention, from a step's tokens; given for a

@@ -44,7 +44,7 @@ class PrefixCache:
 
     Args:
         shards: shards of the instance; each counts its idle pages as free.
-        twins: keep a page if one with the same tokens is there already; requests get the oldest.
+        twins: whether to keep several pages with the same tokens; requests get the oldest one.
         idle: empty; keeps idle pages in another order of eviction (``caches/eviction.py``).
 
     Attributes:
@@ -101,7 +101,7 @@ class PrefixCache:
             self._count_idle(pages[0], idle)
 
     def add(self, digest: bytes, pages: list[dict[int, int]]) -> CachedPage | None:
-        """Take in a page that one hold has; None if it has a twin and none is kept."""
+        """Add a page that one hold uses; return None if it has a twin and twins are not kept."""
         if digest not in self._pages:
             page = self._pages[digest] = CachedPage(digest, pages)
             return page

@@ -1,4 +1,4 @@
-"""Requests that arrive when others have ended: closed loops and sessions, in both worlds."""
+"""Requests that arrive after others have ended: closed loops and sessions, in both worlds."""
 
 import heapq
 import itertools

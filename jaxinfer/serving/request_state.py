@@ -1,4 +1,4 @@
-"""A request as the loop keeps it: a few ordered counters, and where its KV lies."""
+"""The state of a request in the loop: a few ordered counters, and the places of its KV."""
 
 from array import array
 from collections.abc import Callable, Sequence
@@ -29,13 +29,13 @@ class RequestState:
         output_token_ids: tokens that have reached the host.
         details: the world's report on each output token, if any.
         prompt_details: the world's report on the prompt, by position.
-        prompt_digests: by page size, digests of the prompt's full pages, or none of them; where the
-            world knows them without the tokens.
+        prompt_digests: digests of the prompt's full pages, by page size, if the world knows them
+            without the tokens; a page size may have none.
         after_ends: number of requests that must have ended before this one arrives, ``arrival``
             seconds later.
-        follows: the request whose end it waits for, ``arrival`` seconds longer, and whose tokens
-            its prompt begins with: the turn before it.
-        session: name of the session that it is a turn of, if any.
+        follows: the previous turn: the request arrives ``arrival`` seconds after that one has
+            ended, and its prompt begins with the tokens of that one.
+        session: name of the session that it belongs to, if any.
         predicted: smallest and largest predicted number of output tokens, if predicted.
         goes_first: whether it joins a queue at its head.
         takes_cached: whether it may start with pages of the prefix cache.
@@ -164,9 +164,9 @@ class RequestState:
         return digests[:count]
 
     def take_history(self, previous: "RequestState") -> None:
-        """Begin the prompt with the tokens of the turn before, as far as the prompt is long.
+        """Begin the prompt with the tokens of the previous turn, up to the prompt's length.
 
-        The prompt keeps its length: where ``previous`` ended early, its own tokens fill the gap.
+        The prompt keeps its length: if ``previous`` ended early, its own tokens fill the gap.
         """
         self.follows = None
         history = previous.known_tokens(0, min(previous.num_known, self.prompt_len))

@@ -19,10 +19,10 @@ class Running:
 
     Decodes that are launched in one step continue as a group. If a decode may be launched before
     its input token is known, all form one group. Otherwise each step in flight (for example of a
-    pipeline) has a group of its own.
+    pipeline) has its own group.
 
     Args:
-        page_size: page size of the groups; None if each request has a row of its own.
+        page_size: page size of the groups; None if each request has its own row.
         ahead: whether a group may be launched again before its last step has ended.
         num_output, keep, pool: of groups; see there.
     """
@@ -118,7 +118,7 @@ class Running:
         )
 
     def add(self, request: RequestState) -> None:
-        """Add a request, with rows of its own at first."""
+        """Add a request, with its own rows at first."""
         self._all[request.id] = self._ungrouped[request.id] = request
         self._number[request.id] = next(self._numbers)
 
@@ -129,7 +129,7 @@ class Running:
         self._ungrouped.pop(request.id, None)
 
     def ungrouped(self) -> list[RequestState]:
-        """Return the requests that each need a row of their own."""
+        """Return the requests that each need their own row."""
         return list(self._ungrouped.values())
 
     def in_prompts(self) -> Iterator[RequestState]:
@@ -161,7 +161,7 @@ class Running:
         return group
 
     def steady_group(self) -> DecodeGroup | None:
-        """The group that all requests are in, and all grouped steps in flight are of."""
+        """The single group that all requests and all grouped steps in flight belong to, or None."""
         if self._ungrouped or len(self._groups) != 1:
             return None
         (group,) = self._groups
@@ -185,7 +185,7 @@ class Running:
         self._find_ungrouped()
 
     def dissolve(self, group: DecodeGroup) -> None:
-        """Give all requests of a group rows of their own again."""
+        """Give all requests of a group separate rows again."""
         self._groups.remove(group)
         self._take_out(group)
 
@@ -195,7 +195,7 @@ class Running:
         return group.launch(num_full)
 
     def leave_group(self, request: RequestState) -> None:
-        """Give a request a row of its own again, with up-to-date counters."""
+        """Give a request its own row again, with up-to-date counters."""
         for group in self._groups:
             if request in group:
                 group.leave(request)

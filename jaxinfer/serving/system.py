@@ -1,4 +1,4 @@
-"""The interface of serving systems: what their rules can decide (``views.py``: what they see)."""
+"""The interface of serving systems: the decisions that they make (``views.py``: what they see)."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ class Assignment:
     """The legs that a waiting request will take; later ones may be left open.
 
     Attributes:
-        fetch_from: instance whose prefix cache sends the first leg's instance the beginning that
-            this one's cache lacks, if it has more; for a request that has no KV yet.
+        fetch_from: instance from whose prefix cache the first leg's instance fetches the part of
+            the prompt that it lacks, if there is one; for a request that has no KV yet.
     """
 
     request: str
@@ -68,7 +68,7 @@ class SetRole:
 
 @dataclass(frozen=True)
 class Pause:
-    """Exclude a request from steps; it keeps its pages."""
+    """Exclude a running request from steps; it keeps its pages."""
 
     request: str
 
@@ -146,7 +146,7 @@ class System:
         return list(permutations(instances, 2))
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """Assign legs to some of the waiting requests; the others go on waiting.
+        """Assign legs to some of the waiting requests; the others continue to wait.
 
         Called when requests wait and something has changed. A request waits after its arrival, and
         again if its last leg ended before the request did.

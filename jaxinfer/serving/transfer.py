@@ -85,9 +85,10 @@ class HandOffs:
             self.start_leg(request, leg.hand_off)
 
     def fetch_cached(self, request: RequestState, source: Instance) -> None:
-        """Let the first leg's instance fetch the beginning that the cache of ``source`` has.
+        """Let the first leg's instance fetch the part of the prompt that ``source`` has cached.
 
-        It is as if a leg there had computed these entries. ``has_more`` tells whether it pays.
+        The effect is the same as if a leg on ``source`` had computed these entries. Call
+        ``has_more`` first: it returns whether there is anything to fetch.
         """
         cached = source.cached_prefix(request, request.legs[0])
         hold = source.kv.hold_cached(cached)
@@ -126,7 +127,7 @@ class HandOffs:
     def copy_out(self, request: RequestState, source: Instance, dest: Instance) -> None:
         """Send the cached pages of a request that ends to a cache that lacks them, if it has room.
 
-        The pages at both ends are given up at once, and come free when the transfer has ended.
+        The pages at both ends are given up at once, and become free when the transfer has ended.
         """
         ours, theirs = source.kv, dest.kv
         if not (ours.cache and theirs.cache and request.prompt_token_ids):

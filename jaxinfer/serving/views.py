@@ -43,7 +43,7 @@ class RequestView(Protocol):
     def arrival(self) -> float: ...  # noqa: D102
     @property
     def session(self) -> str | None:
-        """Name of the session that it is a turn of, if any."""
+        """Name of the session that the request belongs to, if any."""
 
     @property
     def first_token_at(self) -> float | None:
@@ -89,7 +89,7 @@ class ShardView(Protocol):
 
     @property
     def device(self) -> int:
-        """Number of the device in its group, if each device is a shard of its own; otherwise 0."""
+        """Number of the device in its group, if each device is its own shard; otherwise 0."""
 
     @property
     def slices(self) -> Collection[int]:
@@ -208,10 +208,10 @@ class InstanceView(Protocol):
         """
 
     def cached_tokens(self, request: RequestView) -> int:
-        """Number of the request's prompt tokens whose KV entries its prefix cache has now.
+        """Return the number of a request's prompt tokens in the instance's prefix cache.
 
-        Whole pages from the prompt's beginning on; its last token is always left to compute. Takes
-        time in proportion to the prompt's pages.
+        Only whole pages from the beginning of the prompt count, and never its last token. The time
+        of this call is proportional to the number of the prompt's pages.
         """
 
     @property

@@ -42,7 +42,7 @@ class Seconds:
 
     @property
     def binds(self) -> str:
-        """The part that takes most seconds: compute, memory or links."""
+        """The part that takes the most time: compute, memory or links."""
         return max(("compute", "memory", "links"), key=lambda name: float(getattr(self, name)))
 
 
@@ -130,9 +130,7 @@ class LayoutFlow:
 
     @property
     def gathered_weights(self) -> float:
-        """Return how many numbers of other devices' weights of a layer a device holds while using
-        them.
-        """
+        """Return the number of other devices' layer weights that a device holds temporarily."""
         return sum(each.moved for each in self.layer.collectives if "T" not in each.letters)
 
     def kv_bytes(self, layers: int, kv_size: float) -> float:

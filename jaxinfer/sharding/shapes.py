@@ -39,7 +39,7 @@ def layer_parameters(model: ModelShape) -> dict[str, tuple[int, ...]]:
 def parameter_names(model: ModelShape) -> list[str]:
     """Return the names of all parameters that a model of this shape with one layer may have.
 
-    Each has those norms, biases and scales of 8 bits that some architecture has.
+    The set includes all norms, biases and 8-bit scales that any architecture has.
     """
     found = ["embed_VD", "norm.scale_D"] + ["head_VD"] * (not model.tie_word_embeddings)
     norms = ["attn_norm", "mlp_norm"]

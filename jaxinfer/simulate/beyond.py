@@ -14,7 +14,7 @@ class BeyondMeasured:
     """Tracks the largest steps of a run.
 
     Args:
-        instances: instances by name; those whose costs are formulas are ignored.
+        instances: instances by name; those whose costs come from formulas are ignored.
     """
 
     def __init__(self, instances: Mapping[str, ModelledInstance]) -> None:

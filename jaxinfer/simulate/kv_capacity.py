@@ -39,12 +39,12 @@ def count_pages(
 
 
 def held_weights(instance: InstanceConfig, part: StagePart) -> float:
-    """Return the bytes of weights on a GPU: none where pages are kept for others."""
+    """Return the bytes of weights on a GPU; 0 for an instance that only keeps pages for others."""
     return part.weight_bytes if instance.computes else 0.0
 
 
 def reserved_bytes(instance: InstanceConfig, reserve_gb: float | None, part: StagePart) -> float:
-    """Return the bytes of a GPU that are for neither weights nor KV."""
+    """Return the bytes of a GPU that are reserved for neither weights nor KV."""
     if reserve_gb is not None or not instance.computes:
         return (reserve_gb or 0.0) * 1e9
     model = part.model

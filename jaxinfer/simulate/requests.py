@@ -1,4 +1,4 @@
-"""The requests of a modelled run: their true lengths, and what the system may know of them."""
+"""The requests of a modelled run: their true lengths, and the facts that a system may see."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,12 +51,12 @@ class ModelledRequests:
 
     @property
     def num_output(self) -> Callable[[RequestView], int]:
-        """Function that returns the number of output tokens that end a request."""
+        """A function that returns the number of output tokens at which a request ends."""
         return self._true_length if self._limit else attrgetter("max_tokens")
 
     @property
     def check_stop(self) -> Callable[[RequestState, int], Stop | None] | None:
-        """Check that ends requests before their limits; None if there is none."""
+        """The check that ends requests before their limits; None if there is none."""
         return self._stop_at_length if self._limit else None
 
     @cached_property
@@ -86,7 +86,7 @@ class ModelledRequests:
         return found
 
     def after_an_end(self, number: int, ended: RequestState, now: float) -> RequestState:
-        """Return a waiting request after the end of the request that it has waited for."""
+        """Return a request once the one that it waited for has ended."""
         request = self.state(number, now + self._work[number].arrival)
         if self._work[number].follows is not None:
             request.take_history(ended)

@@ -75,8 +75,8 @@ def serve(
         about: see ``simulate``.
         on_step: called with each step that has ended; it must also work for decodes that advance
             together.
-        in_runs: whether steps of decodes alone may follow each other without the loop; the result
-            is the same.
+        in_runs: whether steps that only decode may be launched without the loop; the result is the
+            same.
     """
     site, modelled = cluster.resolved, cluster.instances
     assert site

@@ -1,7 +1,7 @@
-"""Runs of decodes in virtual time: steps of an instance that follow each other without the loop.
+"""Runs of decodes in virtual time: successive steps of an instance, launched without the loop.
 
-Each step's end stays an event in the world's heap, so that all happens in its order; only what the
-loop, the policies and the system would find unchanged is left out.
+The end of each step stays an event in the world's heap, so the order of events is unchanged. Only
+calls of the loop, the policies and the system that would change nothing are skipped.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,8 @@ class _Run:
 class DecodeRuns:
     """Implements ``jaxinfer.serving.loop.Runs``; ``seen`` is the world as the loop sees it.
 
-    Steps that have ended go to ``count`` or, where something looks at each, to ``on_event``.
+    Steps that have ended are passed to ``count`` or, if someone observes each step, to
+    ``on_event``.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class DecodeRuns:
             self._runs.pop(name, None)
 
     def go_on(self) -> None:
-        """Take such steps, until something else is due, or is due at the same time."""
+        """Run such steps until another event is due, possibly at the same time."""
         # Most of a simulation's time is here: what is looked up twice has a name.
         heap, order, until = self._world.heap, self._world.order, self._world.next_other()
         runs, count, several, many = self._runs, self._count, len(heap) > 1, len(heap) > 2

@@ -1,4 +1,4 @@
-"""A stage whose KV heads lie on several device groups.
+"""A stage whose KV heads are on several device groups.
 
 Attention takes as long as the slowest group, including the exchange (Hetis eqs. 3, 4 and 7, by
 rooflines).
@@ -41,7 +41,7 @@ class ShardCost:
     round_trip: float = 0.0
 
     def seconds(self, work: ShardWork) -> float:
-        """Return the seconds of a step; 0 if none of its heads lies here."""
+        """Return the seconds of a step; 0 if none of its heads is here."""
         return self.busy(work) + self.round_trip if work.tokens else 0.0
 
     def busy(self, work: ShardWork) -> float:

@@ -88,7 +88,7 @@ LATENCIES: Mapping[str, Latency] = {
 
 @dataclass(frozen=True)
 class Reference:
-    """Latencies of requests that are alone on a reference machine.
+    """Latencies of requests that are served alone on a reference machine.
 
     Attributes:
         seconds: metrics of a request, by its numbers of prompt and output tokens.

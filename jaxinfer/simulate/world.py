@@ -198,7 +198,7 @@ class SimulatedWorld:
         return time if end is None else min(time, end)
 
     def next_other(self) -> float:
-        """The time before which nothing happens but what the heap has."""
+        """The time before which only events in the heap happen."""
         if self._rounds:
             return self.time  # They begin when all has been launched.
         arrival = self._next.arrival if self._next else math.inf
@@ -206,7 +206,7 @@ class SimulatedWorld:
         return arrival if end is None else min(arrival, end)
 
     def single_device(self, name: str) -> tuple[CostModel, dict[int, float]] | None:
-        """An instance's step times, and when its one device is free; None where it shares any."""
+        """An instance's cost model, and when its only device is free; None if it shares devices."""
         free = self._free[name]
         if name in self._joint or name in self._visits or len(free) != 1:
             return None

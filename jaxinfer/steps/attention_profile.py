@@ -1,4 +1,4 @@
-"""A profile of attention where KV heads lie: measured points, and fits of Hetis' eqs. 3 and 4.
+"""A profile of attention on devices with KV heads: points, and fits of Hetis' eqs. 3 and 4.
 
 It is stored next to the profiles of whole steps, keyed by everything that decides the times.
 """

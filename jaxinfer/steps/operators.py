@@ -1,9 +1,9 @@
 """Derives times of a layer, its attention, the head and the rest of a step from whole steps.
 
-XLA fuses across operators, and small ones would measure their launch. Steps are therefore measured
-as a whole, for the model with few layers and with more. The difference is the layers' time, and the
-rest is that of the step. Steps that differ only in what they attend to separate attention from the
-rest of a layer.
+XLA fuses operators, and the time of small ones would mostly be that of their launch. Steps are
+therefore measured as a whole, for the model with few layers and with more. The difference is the
+layers' time, and the rest is that of the step. Steps that differ only in their contexts separate
+attention from the rest of a layer.
 """
 
 import csv

@@ -1,15 +1,15 @@
-"""Prefix caches as a reason to choose an instance, for systems that have other reasons, too."""
+"""Lets systems that choose instances by other criteria also consider prefix caches."""
 
 from jaxinfer.options.validation import Options
 from jaxinfer.serving.views import ClusterView, RequestView
 
 
 class ByCacheOptions(Options):
-    """Option of systems that can choose instances by their prefix caches.
+    """The option of systems that can consider prefix caches when they choose an instance.
 
     Attributes:
-        by_cache: Whether prompt tokens that a candidate's prefix cache has count as computed there,
-            and KV that it has as sent; the papers look at no cache.
+        by_cache: Whether the choice of an instance takes prefix caches into account: cached prompt
+            tokens need no computation, and cached KV need not be sent; the papers ignore caches.
     """
 
     by_cache: bool = False
@@ -31,7 +31,7 @@ class CachedParts:
     def of(
         cls, options: ByCacheOptions, request: RequestView, cluster: ClusterView
     ) -> "CachedParts":
-        """Return the parts of a request, as the option says."""
+        """Return a request's cached parts, which are all 0 if the option is off."""
         return cls(request, cluster if options.by_cache else None)
 
     def kept(self, name: str) -> int:

@@ -31,8 +31,8 @@ class DisaggregatedOptions(Options):
         prefill, decode: Names of the instances; a request goes to the one with the fewest requests.
         hand_off: When KV is sent.
         max_in_prefill: Largest number of requests in one prefill instance.
-        fetch: Whether a prefill instance fetches pages of a prompt that it lacks from the decode
-            instance whose prefix cache has most of it, e.g. those of the answer before.
+        fetch: Whether a prefill instance fetches missing pages of a prompt, such as those of an
+            earlier answer, from the decode instance whose prefix cache has the longest part of it.
     """
 
     prefill: Names = ("prefill",)
@@ -43,7 +43,7 @@ class DisaggregatedOptions(Options):
 
 
 class Disaggregated(System):
-    """Prefill on one kind of instances, decode on another: Cronus with the cut at the prompt's end.
+    """Prefills on some instances and decodes on others: Cronus with the cut at the prompt's end.
 
     This is how Cronus' paper runs its baseline. Of the prefill instances with room for one more
     request, a request gets the one with the fewest requests; it also gets the decode instance with

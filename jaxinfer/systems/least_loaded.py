@@ -17,8 +17,8 @@ class LeastLoadedOptions(Options):
     Attributes:
         choose: How an instance is chosen: the least loaded of all, the less loaded of two random
             ones, or each in turn.
-        load: Load of an instance: its number of requests, or of its prompt tokens to compute and KV
-            entries.
+        load: Load of an instance: its number of ``requests``, or the sum of its prompt tokens to
+            compute and its KV entries (``tokens``).
         seed: Seed of the random choices.
     """
 

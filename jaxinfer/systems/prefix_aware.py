@@ -1,4 +1,4 @@
-"""Whole requests where the prefix cache helps most for the load: llm-d's and Dynamo's routing."""
+"""Routing by load and prefix caches, as in llm-d and Dynamo; each request runs on one instance."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -17,10 +17,10 @@ class PrefixAwareOptions(Options):
     """Options of ``PrefixAware``.
 
     Attributes:
-        weight: Weight of the prompt tokens that an instance's cache lacks, against the load that it
-            has already; 0 ignores the caches.
-        load: Unit of both: tokens, or the predicted seconds until they are computed, for instances
-            of unlike speed.
+        weight: Weight of the prompt tokens that an instance's cache lacks, relative to its present
+            load; 0 ignores the caches.
+        load: Unit of the load and of the missing tokens: ``tokens``, or the predicted ``seconds``
+            to compute them, for instances that differ in speed.
     """
 
     weight: float = Field(default=1.0, ge=0)
@@ -44,7 +44,7 @@ class PrefixAware(System):
         self._room = KVRoom()
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
-        """An empty sequence: KV stays where it is."""
+        """Return no routes: KV stays where it is."""
         return ()
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:

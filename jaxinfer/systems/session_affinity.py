@@ -1,4 +1,4 @@
-"""Whole requests, all turns of a session on one instance: a load balancer's sticky sessions."""
+"""Sticky sessions, as in load balancers: all turns of a session run on one instance."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -10,10 +10,10 @@ from jaxinfer.systems.least_loaded import num_tokens
 
 
 class SessionAffinity(System):
-    """Sends a session's first turn to the least loaded instance by tokens, and the others after it.
+    """Sends a session's first turn to the least loaded instance, and later turns after it.
 
-    A session whose instance was lost, or cannot hold the next turn, goes to the least loaded one
-    that can, from then on. Requests of no session go to the least loaded instance.
+    If this instance is lost, or cannot hold the next turn, the session continues on the least
+    loaded instance that can. Requests without a session go to the least loaded instance.
     """
 
     def __init__(self, options: object = None) -> None:
@@ -22,7 +22,7 @@ class SessionAffinity(System):
         self._room = KVRoom()
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
-        """An empty sequence: KV stays where it is."""
+        """Return no routes: KV stays where it is."""
         return ()
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:

@@ -27,4 +27,4 @@ class Single(System):
 
 
 class PipelineParallel(Single):
-    """Routes as ``Single`` does; the instance has the stages (Cronus, section 3.3)."""
+    """Sends every request to the only instance, which has several stages (Cronus, section 3.3)."""

@@ -125,7 +125,7 @@ def token_ids(given: object) -> list[int]:
 
 
 def check_params(given: object) -> None:
-    """Raise JaxinferError for an invalid type of sampling parameters."""
+    """Raise JaxinferError if sampling parameters have an invalid type."""
     if not isinstance(given, SamplingParams):
         raise JaxinferError(
             f"sampling_params is {shorten(given)}, must be SamplingParams(...), or one of them "

@@ -73,7 +73,7 @@ class StopCheck:
     def pieces(self, token_ids: list[int], ended_by_token: bool) -> list[str]:
         """Return the text that each token adds, before the cut; empty for the token that ended it.
 
-        A character of several tokens comes with the last of them.
+        A character that consists of several tokens is added by the last of them.
         """
         kept = _kept(token_ids, ended_by_token)
         text = self._tokenizer.decode(kept, after=self._prompt)

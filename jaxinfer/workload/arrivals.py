@@ -105,7 +105,7 @@ class Arrivals(Options):
         return self.kind in _USES["seed"] and self.spacing != "even"
 
     def check_open(self) -> None:
-        """Raise OptionError if there is no rate that could be searched."""
+        """Raise OptionError if these arrivals have no rate that a search could vary."""
         if self.kind == "closed":
             raise OptionError(
                 "workload.arrivals.kind is closed, which has a concurrency and no rate, and a rate "
@@ -116,7 +116,7 @@ class Arrivals(Options):
 def with_arrivals(work: Sequence[BenchRequest], arrivals: Arrivals) -> list[BenchRequest]:
     """Return the requests with arrival times in seconds; the first is 0, except in a trace.
 
-    Of a session, its first turn; the others come after the turn before.
+    In sessions, only first turns get a time; each other turn follows the previous one.
 
     Raises:
         OptionError: a request arrives after ``LATEST_S``, or sessions come in a closed loop.

@@ -53,7 +53,7 @@ def _stretches(item: BenchRequest, index: int) -> list[tuple[int, int]]:
 
 
 class NamedTokens(Sequence[int]):
-    """Tokens of a prompt of named blocks, made on demand: each is its block's name plus one."""
+    """Tokens of a prompt made of named blocks, computed on demand: the block's name plus one."""
 
     def __init__(self, item: BenchRequest) -> None:
         self._names = item.hash_ids or ()

@@ -1,4 +1,4 @@
-"""A batch's order in which prompts that compute much and outputs that read much come together."""
+"""An order for batches that mixes prompts with much computation and outputs with much reading."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -40,9 +40,10 @@ class Lengths(Options):
             logarithm.
         mean, std: Mean and standard deviation before clipping, in place of ``median`` and
             ``sigma``.
-        values: Percentiles and their lengths, as ``{50: 400, 99: 4000}``, with log-normal pieces
-            between them. The outer pieces go on to ``min`` and ``max``, unless 0 or 100 is given,
-            towards which the logarithm is uniformly distributed (see ``Percentiles``).
+        values: Lengths at given percentiles, as in ``{50: 400, 99: 4000}``; lengths in between
+            follow log-normal pieces. The outer pieces continue to ``min`` and ``max``, unless 0 or
+            100 is given, towards which the logarithm is uniformly distributed (see
+            ``Percentiles``).
     """
 
     kind: Literal["uniform", "lognormal", "percentiles"]

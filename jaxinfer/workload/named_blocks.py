@@ -1,18 +1,18 @@
-"""Prompts whose blocks of tokens have names, as a modelled run has them."""
+"""Digests for prompts of modelled runs, which are given as named blocks of tokens."""
 
 from jaxinfer.workload.bench_request import BLOCK, BenchRequest
 
 
 class Beginnings:
-    """Digests of pages of such prompts: each beginning, up to a block's end, gets one number."""
+    """Computes digests of such prompts' pages; each prefix that ends with a block gets a number."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, int], int] = {}
 
     def pages(self, item: BenchRequest, page_size: int) -> list[bytes]:
-        """Digests of a prompt's full pages; none where pages reach from block to block.
+        """Return digests of a prompt's full pages; none if pages cross the bounds of blocks.
 
-        Two are equal where the pages' tokens, and all before them, are.
+        Two digests are equal if the pages' tokens, and all tokens before them, are equal.
         """
         if BLOCK % page_size:
             return []

@@ -13,10 +13,10 @@ Order = Literal["given", "prefix_tree", "blend"]
 
 
 def in_order(items: Iterable[T], sized: Callable[[T], Sized], order: Order) -> list[T]:
-    """Return the items in the order that is asked for.
+    """Return the items in the given order.
 
-    ``prefix_tree`` goes depth first through the tree of all prompts' tokens, so that prompts that
-    begin alike follow one another; of equal prompts, the first given comes first. ``blend`` is
+    ``prefix_tree`` goes depth first through the tree of all prompts' tokens, so that prompts with a
+    common prefix follow one another; equal prompts keep their order. ``blend`` is
     ``blended``.
 
     Args:
@@ -36,7 +36,7 @@ def in_order(items: Iterable[T], sized: Callable[[T], Sized], order: Order) -> l
 
 
 def requests_in_order(requests: Iterable[RequestState], order: Order) -> list[RequestState]:
-    """Return real requests in an order; outputs count as long as ``max_tokens`` allows."""
+    """Return real requests in an order that assumes outputs of ``max_tokens`` tokens."""
     return in_order(
         requests,
         lambda each: Sized(each.prompt_token_ids, each.prompt_len, each.max_tokens),
@@ -50,7 +50,7 @@ def modelled_in_order(
     """Return modelled requests in an order.
 
     Args:
-        limit: length that counts for all outputs; by default the true ones.
+        limit: length to assume for all outputs; by default, the true lengths.
     """
 
     def sized(numbered: tuple[int, BenchRequest]) -> Sized:

@@ -56,7 +56,7 @@ class Buckets(Options):
 
 
 class BucketPredictor:
-    """Draws in the order of arrival, which is the same under any system.
+    """Draws predictions in the order of arrival, which does not depend on the system.
 
     Args:
         num_output: returns a request's true number of output tokens.

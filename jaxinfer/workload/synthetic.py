@@ -1,4 +1,4 @@
-"""Random lengths, for work without a trace; and classes of requests."""
+"""Requests with random lengths, and classes of requests."""
 
 import math
 import random
@@ -26,12 +26,13 @@ _PATIENCE = 10_000
 class Sessions(Options):
     """Options of synthetic sessions: conversations or agents whose prompts grow by each answer.
 
-    Each turn's prompt is the prompt and the answer of the turn before, and new tokens, as many as
+    Each turn's prompt consists of the previous prompt, its answer, and a number of new tokens that
     ``input_len`` draws.
 
     Attributes:
         turns: Requests of a session.
-        think_s: Seconds from the end of a turn to the arrival of the next: a user's, or a tool's.
+        think_s: Seconds from the end of a turn to the arrival of the next one: the time that a user
+            or a tool takes.
     """
 
     turns: int = Field(ge=1)
@@ -42,8 +43,8 @@ class Prefixes(Options):
     """Options of prefixes that synthetic prompts share: system prompts, or documents.
 
     Attributes:
-        count: Number of prefixes; each prompt begins with one of them, drawn evenly.
-        tokens: Tokens of each prefix, which come before those of ``input_len``.
+        count: Number of prefixes; each prompt begins with one of them, drawn uniformly.
+        tokens: Tokens of each prefix, in addition to those of ``input_len``.
     """
 
     count: int = Field(default=1, ge=1)
@@ -63,9 +64,10 @@ class Synthetic(Options):
             distribution.
         range_ratio: Turns each number n into the range from ``n * (1 - range_ratio)`` to
             ``n * (1 + range_ratio)``, as in vLLM.
-        count: Number of requests, all turns counted.
-        prefixes: Prefixes that prompts share; of sessions, the first turns'.
-        sessions: Requests are turns of sessions, each of which begins with the one before.
+        count: Number of requests; each turn of a session counts as one.
+        prefixes: Prefixes that prompts share; in sessions, only the prompts of first turns begin
+            with one.
+        sessions: Makes the requests turns of sessions; each prompt begins with the previous turn.
         seed: Seed of the random lengths. Prompts do not depend on how outputs are drawn, nor
             outputs on prompts.
     """

@@ -327,7 +327,12 @@ def test_a_full_disk_of_a_process_of_its_own(run_file: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("kills", "count"), [([1], 50), pytest.param(range(10), 150, marks=pytest.mark.slow)]
+    ("kills", "count"),
+    [
+        ([1], 50),
+        pytest.param([0, 1, 2], 60, marks=pytest.mark.slow),
+        pytest.param(range(10), 150, marks=pytest.mark.long),
+    ],
 )
 def test_kills(run_file: Path, tmp_path: Path, kills: Sequence[int], count: int) -> None:
     """kill -9 at random moments of the work, resumed each time: equal to no kill at all."""

@@ -153,10 +153,19 @@ def test_steps_that_end_together_are_in_runs() -> None:
     assert len(rounds) < 40
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("system", SYSTEMS)
-def test_many_runs_of_each_system(system: str, tmp_path: Path) -> None:
-    for seed in range(5, 5 + (200 if system == "takeover" else 40)):
+def many_seeds() -> list[Any]:
+    """Each system with a few seeds as a slow test, and with many more as a long one."""
+    slow, long = pytest.mark.slow, pytest.mark.long
+    cases = [pytest.param(system, range(5, 13), marks=slow, id=system) for system in SYSTEMS]
+    for system in SYSTEMS:
+        seeds = range(13, 205 if system == "takeover" else 45)
+        cases.append(pytest.param(system, seeds, marks=long, id=f"{system}, more"))
+    return cases
+
+
+@pytest.mark.parametrize(("system", "seeds"), many_seeds())
+def test_many_runs_of_each_system(system: str, seeds: range, tmp_path: Path) -> None:
+    for seed in seeds:
         said, given = f"{system}, seed {seed}", random_run(system, seed)
         runs = [given, with_shared_prompts(*given, seed)] if system in CACHES else [given]
         if system in CACHES and seed < 15:

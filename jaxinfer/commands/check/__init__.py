@@ -1,4 +1,4 @@
-"""``jaxinfer check``: is it right? Each check is in the file of its name, read when asked for."""
+"""``jaxinfer check``: each check is in the file of its name, which is imported on first use."""
 
 import click
 

@@ -1,4 +1,4 @@
-"""``jaxinfer check decisions``: does the simulator decide as a real run did?"""
+"""``jaxinfer check decisions``: compares the simulator's decisions with those of a real run."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""``jaxinfer check points`` on experiments with stages of load: ours beside other simulators."""
+"""``jaxinfer check points`` for experiments with several load stages and other simulators."""
 
 import json
 import os
@@ -32,9 +32,9 @@ def validate_experiments(
 
     Args:
         operators: folder of tables.
-        about: file on how experiments were run.
+        about: file that describes how the experiments were run.
         own: values of run files by dotted keys; they take precedence over all others.
-        as_json: print the errors as JSON, not as a table.
+        as_json: print the errors as JSON instead of a table.
     """
     from jaxinfer.files.contents import contents
     from jaxinfer.files.kept import key_of

@@ -81,8 +81,8 @@ def points(
 ) -> None:
     """Simulate points measured on real engines, and report the errors of the predictions.
 
-    POINTS is a CSV file with aiconfigurator's columns, one of experiments with stages of load, or a
-    log of vLLM's requests (.jsonl). A log needs --run.
+    POINTS is a CSV file with aiconfigurator's columns, a CSV file of experiments with several load
+    stages, or a log of vLLM's requests (.jsonl). A log needs --run.
     """
     if points.endswith(".jsonl"):
         if unused := [

@@ -1,4 +1,4 @@
-"""``jaxinfer check replay``: a real run once more, in virtual time."""
+"""``jaxinfer check replay``: repeats a real run in virtual time."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""``jaxinfer check rerun``: a run once more, from what its folder records."""
+"""``jaxinfer check rerun``: repeats a run from the records in its folder."""
 
 import sys
 from pathlib import Path
@@ -57,7 +57,7 @@ def rerun(folder: str, out: str | None, as_json: bool) -> None:
 
 
 class RerunResult(NamedTuple):
-    """The outcome of a second run; ``same`` is True if nothing could be compared, too."""
+    """The outcome of a second run; ``same`` is also True if nothing could be compared."""
 
     same: bool
     lines: list[str]

@@ -1,4 +1,4 @@
-"""Compares the KV that arrived with what should have: wrong blocks, and their owners."""
+"""Compares the KV that arrived with the expected KV; finds wrong blocks and their owners."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -105,7 +105,7 @@ def _of_shard(
 
 
 def allowed_change(golden: np.ndarray, source: KVLayout, wire: str, dest: KVLayout) -> np.ndarray:
-    """Return [2, T, K, H]: how far formats may let each entry differ from its golden one.
+    """Return [2, T, K, H]: the largest difference from golden entries that the formats allow.
 
     Without scales, an entry is rounded to the nearest number in each format in turn, which is
     exactly known. In 8 bits, it may differ by as much as that format allows, and by the same amount
@@ -141,7 +141,7 @@ def _largest_of_pages(size_2TKH: np.ndarray, page_size: int) -> np.ndarray:
 def changed_elsewhere(
     before: Side, dest: Side, requests: Sequence[int]
 ) -> Iterator[tuple[str, Origin, np.ndarray]]:
-    """Yield what a hand-off changed outside of its requests' entries, by the place.
+    """Yield entries outside the requests' own that a hand-off changed, by place.
 
     Yields:
         ``tail`` (in a request's last page past its length) or ``other`` (in another page); the

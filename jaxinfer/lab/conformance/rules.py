@@ -17,7 +17,7 @@ Named = tuple[str, np.ndarray, str]
 
 @dataclass(frozen=True)
 class Case:
-    """The blocks that are not yet explained, and what is known of both sides.
+    """The blocks that are not yet explained, and the known facts about both sides.
 
     Attributes:
         base: number of the request's first tokens that the destination had before.

@@ -23,7 +23,7 @@ def conformance_tables(
     """Return header and rows of each table, by its title.
 
     Args:
-        outputs: number of tokens that each pair was asked for.
+        outputs: number of output tokens that each pair sampled.
     """
     return {
         "Sides": (

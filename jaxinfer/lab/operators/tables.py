@@ -95,14 +95,14 @@ def profile_operators(
 
 
 def operator_figures(found: WrittenTables) -> dict[str, Any]:
-    """How far sums of parts are from whole steps, and how far rounds are apart; as shares."""
+    """Relative differences between sums of parts and whole steps, and between rounds."""
     checks = [{"devices": c.devices, "steps": c.kind, "median_off": c.middle} for c in found.checks]
     spread = {degree.devices: degree.spread for degree in found.degrees}
     return {"run_file": found.run_file, "checks": checks, "spread": spread}
 
 
 def show_operators(found: WrittenTables, out: str) -> None:
-    """Print how well the parts add up, and what may be wrong."""
+    """Print how well the parts add up to whole steps, and warn of likely causes of errors."""
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
     console.print(check_table(found.checks))
     for check in found.checks:

@@ -50,7 +50,8 @@ class Span:
         high: end of the positions.
         tokens: number of tokens at these positions.
         entries: KV entries that these tokens see, including their own.
-        unshared: of these, the entries that no other request has; None if there are no others.
+        unshared: number of these entries that no other request has; None if no requests share
+            entries.
     """
 
     low: int
@@ -79,8 +80,8 @@ class InstanceLimits:
 class Bound:
     """The bound of a cluster and a workload, and the resulting worth of each part of a request.
 
-    The parts of a mean request are worth 1 in total. In no period of any run is more worth done per
-    second than ``rate``, unless requests share entries.
+    The parts of a mean request are worth 1 in total. In any period of any run, the worth done per
+    second is at most ``rate``, unless requests share entries.
 
     Attributes:
         rate: requests per second.

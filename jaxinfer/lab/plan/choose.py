@@ -1,4 +1,4 @@
-"""A whole search: the planner's search, and a second look at its choice."""
+"""A complete search: the planner's search, and a second simulation of its choice."""
 
 import math
 from concurrent.futures import BrokenExecutor
@@ -11,7 +11,7 @@ from jaxinfer.lab.plan.search import DrivenSearch
 
 
 class PlannerFailed(JaxinferError):
-    """A mistake of the planner itself, which other requests would not avoid."""
+    """A mistake of the planner itself, which would also occur with other requests."""
 
 
 def choose(planner: Planner, search: DrivenSearch) -> Choice:

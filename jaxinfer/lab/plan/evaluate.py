@@ -68,7 +68,7 @@ Simulate = Callable[[Simulation], TriedRate]
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Simulates run files. It is sent to other processes, which unpack its requests once."""
+    """Simulates run files in other processes, each of which unpickles the requests once."""
 
     goal: Goal
     work: Sequence[BenchRequest]
@@ -84,7 +84,7 @@ class Evaluator:
         return _unpacked, (self._packed,)
 
     def costs(self, data: Mapping[str, object], uncounted: Collection[str] = ()) -> Costs:
-        """Return the costs of a run file's cluster, without some groups.
+        """Return the costs of a run file's cluster, not counting some groups.
 
         Raises:
             JaxinferError: the run file is invalid, or has GPUs without a price although dollars

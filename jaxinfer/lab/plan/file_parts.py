@@ -52,7 +52,7 @@ def with_workload(data: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, 
 
 
 def without_requests(data: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
-    """Do the same for a plan's candidate; of the file's workload, only options are kept."""
+    """Return a candidate's part of a run file; of the file's workload, only options are kept."""
     found = {name: value for name, value in data.items() if name != "workload"}
     if run.get("model") is not None:
         found.pop("model", None)

@@ -1,4 +1,4 @@
-"""Explains why no candidate meets the targets: the nearest one, and what it lacks."""
+"""Explains why no candidate meets the targets: the nearest one, and by how much it misses them."""
 
 import math
 from collections.abc import Sequence

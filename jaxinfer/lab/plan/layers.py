@@ -43,7 +43,7 @@ def even_times(
 
 
 def least_sum(total: int, each: Sequence[float], most: Sequence[int]) -> list[int] | None:
-    """Return the layers of each stage for the least total time: most on the fastest stages."""
+    """Return the layers of each stage for the least total time: the fastest stages get most."""
     if total < len(each) or sum(most) < total or min(most) < 1:
         return None
     layers = [1] * len(each)

@@ -28,16 +28,18 @@ class Goal(Options):
     """The goal that decides which candidate is best.
 
     Attributes:
-        maximise: Find the largest rate that meets the targets: of the whole ``cluster``, or per
-            GPU, per dollar per hour, or per watt.
-        minimise: Instead, find the cheapest cluster that meets the targets at ``rate``, by GPUs,
-            dollars per hour or watts.
-        rate: Requests per second for ``minimise``. They arrive as a Poisson process.
+        maximise: Find the candidate with the largest rate that meets the targets: for the whole
+            ``cluster``, per GPU, per dollar per hour, or per watt.
+        minimise: Instead, find the cheapest cluster that meets the targets at ``rate``; the cost is
+            the number of GPUs, dollars per hour, or watts.
+        rate: Requests per second that the cluster must serve, for ``minimise``. They arrive as a
+            Poisson process.
         slo, attainment, criterion: Targets, as for ``jaxinfer capacity``.
         seeds: Number of seeds for arrivals, the same for all candidates. They count from 0.
         fresh_seeds: Number of further seeds that check the best candidate. The best of many
             candidates is partly lucky.
-        requests_per_gpu: Requests for each GPU of a candidate; by default all requests.
+        requests_per_gpu: Number of requests to simulate for each GPU of a candidate; by default,
+            all requests of the workload.
         precision: Share by which a rate found may be too low.
         top: With ``maximise``, number of best candidates whose rate is searched in full.
         at_once: Number of candidates that are compared at a time. More of them keep more cores
@@ -58,7 +60,7 @@ class Goal(Options):
     at_once: int = Field(default=8, ge=1)
 
     def model_post_init(self, context: object, /) -> None:
-        """Refuse two goals and none, and a rate that is missing or has no use."""
+        """Refuse two goals or none, and a rate that is missing or unused."""
         if bool(self.maximise) == bool(self.minimise):
             raise JaxinferError("give either maximise or minimise")
         if self.minimise and self.rate is None:
@@ -74,9 +76,9 @@ class Replan(Options):
         window_s: Length of the windows in which the load is measured, in seconds.
         shift: Plan again when a window's rate, mean prompt or mean output differs by more than this
             share from the load planned for.
-        reload_gb_s, reload_s: How fast each GPU loads weights, in 10^9 bytes per second, or the
-            seconds that loading takes.
-        beside: Further run files to compare with, by name.
+        reload_gb_s, reload_s: Rate at which each GPU loads weights, in 10^9 bytes per second, or
+            the seconds that loading takes.
+        beside: Further run files to compare with, each under a name.
     """
 
     window_s: float = Field(gt=0)
@@ -86,7 +88,7 @@ class Replan(Options):
     beside: Named[str] = Field(default_factory=dict)
 
     def model_post_init(self, context: object, /) -> None:
-        """Refuse both or neither of the costs of reloading, and names that are taken."""
+        """Refuse both or neither of the reload options, and reserved names."""
         if (self.reload_gb_s is None) == (self.reload_s is None):
             raise JaxinferError("give either reload_gb_s or reload_s")
         for name in ("replanned", "static", "oracle"):
@@ -103,7 +105,7 @@ class Problem(Options):
         run: Common part of all candidates' run files, with the workload. If it has no model or no
             requests, they are taken from the planner's files, which must agree.
         prices: Dollars per hour of a GPU by name; by default those of a hardware file's nodes.
-        replan: Plan again whenever the load has shifted.
+        replan: Options to plan again whenever the load has shifted.
     """
 
     planner: ByName

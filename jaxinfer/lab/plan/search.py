@@ -1,4 +1,4 @@
-"""The common driver of all planners: decides what is simulated when, and stores the results."""
+"""The common driver of all planners: decides which simulations run, and stores their results."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -65,13 +65,13 @@ class MapSimulations(Protocol):
 
 
 class Watcher:
-    """Receives a search's progress; this one does nothing with it."""
+    """Receives a search's progress; this base class ignores it."""
 
     def expect(self, count: int) -> None:
         """Expect ``count`` more candidates."""
 
     def simulated(self, candidate: Candidate, tried: TriedRate) -> None:
-        """Record that a rate of a candidate was simulated, or found in the cache; in any thread."""
+        """Record that a rate of a candidate was simulated or found in the cache; thread-safe."""
 
     def scored(self, candidate: Candidate, score: Score, best: Candidate | None) -> None:
         """Record a candidate's score, and the best candidate so far."""

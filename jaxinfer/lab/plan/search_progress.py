@@ -21,7 +21,7 @@ def _load(rate: float) -> str:
 
 
 class SearchProgress(Progress, Watcher):
-    """Shows a search's progress: the share done, the time left, the best, what is looked at."""
+    """Shows a search's progress: the share done, the time left, the best and current candidates."""
 
     def __init__(self) -> None:
         super().__init__(True)

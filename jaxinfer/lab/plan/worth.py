@@ -1,4 +1,4 @@
-"""A run's speed in its steady part, by the value that the bound gives each part of a request."""
+"""A run's speed in its steady part, weighted by what the bound says each part of work is worth."""
 
 from collections.abc import Sequence
 

@@ -85,12 +85,12 @@ class Program:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
     def place(self, name: str, x: jax.Array) -> jax.Array:
-        """Shard an activation as the layout says, if it does."""
+        """Shard an activation if the layout has an entry for it."""
         table = self.layout.activations.get(name)
         return x if table is None else self._put(x, self._spec(ACTIVATIONS[name], table))
 
     def for_use(self, path: str, weight: jax.Array) -> jax.Array:
-        """Return a weight as it is multiplied: whole over the axes over which it is gathered."""
+        """Return a weight as it is multiplied, gathered over the axes that the layout names."""
         if not self.layout.gathered:
             return weight
         left = table_in_use(path, self.layout, self.axes)

@@ -35,7 +35,7 @@ def draw_seconds(
         seconds: phase -> layout -> seconds by tokens.
         fitting: the same, but infinite where the step does not fit.
         fastest: phase -> numbers of tokens from which on a layout is the fastest.
-        asked: phase -> number of tokens that was asked for.
+        asked: phase -> number of tokens in the user's question.
     """
     figure = Figure(figsize=(WIDTH, 5.4), layout="constrained")
     panels = figure.subplots(1, len(seconds), squeeze=False)[0]

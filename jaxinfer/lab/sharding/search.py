@@ -87,7 +87,7 @@ class AxisAssignment:
 
 @dataclass(frozen=True)
 class PricedLayout:
-    """One of ``PRICED``, whose division of KV no assignment has."""
+    """One of the layouts in ``PRICED``, which divide KV in a way that no assignment can."""
 
     name: str
 

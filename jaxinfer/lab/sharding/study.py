@@ -124,7 +124,7 @@ class LayoutFinding:
 
 @dataclass(frozen=True)
 class RefusedLayout:
-    """A layout that is impossible in one phase or for the head, and the reason."""
+    """A layout that cannot be used in one phase or for the head, with the reason."""
 
     layout: str
     phase: str
@@ -170,7 +170,7 @@ def seconds_of(question: LayoutQuestion, layout: Layout, phase: str) -> SecondsO
 def where_it_fits(
     question: LayoutQuestion, layout: Layout, phase: str, seconds: SecondsOf
 ) -> SecondsOf:
-    """Return the same function, but infinite if weights and KV do not fit on a card."""
+    """Return such a function that is infinite if weights and KV do not fit on a card."""
     costs = question.costs(layout)
     room = question.card.memory_gb * 1e9 - costs.weight_bytes
 

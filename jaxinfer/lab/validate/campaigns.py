@@ -35,7 +35,8 @@ class Client(Options):
 
     Attributes:
         rounds: Total number of requests, in multiples of the concurrency.
-        first_wave: Weight of the requests sent first, among all; None for their actual number.
+        first_wave: Weight of the requests sent first in the mean; None to count all requests
+            equally.
         shortest: Smallest length, as a fraction of the nominal one; lengths are uniform from there
             on.
     """
@@ -52,7 +53,7 @@ class Above(Options):
 
 
 class Rule(Options):
-    """A part of run files that some rows have in common.
+    """A part of the run file for all rows that match a condition.
 
     Attributes:
         name: Name by which the rule can be left out.
@@ -87,11 +88,11 @@ class Rule(Options):
 
 
 class Campaigns(Options):
-    """A file of campaigns.
+    """A campaign file.
 
     Attributes:
-        models: our names of models, by those in the rows' ``model_path``.
-        cards: our names of cards, by those in the rows' ``system``.
+        models: our name for each model in the column ``model_path``.
+        cards: our name for each card in the column ``system``.
         named: Columns for which a matching rule must name the row's value; otherwise the row is
             refused.
         rules: Rules in their order; of two with the same key, the later one counts.
@@ -140,7 +141,7 @@ class PointSetup:
 
     Attributes:
         data: contents of the run file, with the workload.
-        first_wave: weight of the requests sent first, among all; None for their actual number.
+        first_wave: weight of the requests sent first in the mean; None to count all equally.
     """
 
     data: Mapping[str, Any]

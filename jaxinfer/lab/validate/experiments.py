@@ -36,7 +36,7 @@ _PREDICTED = re.compile(rf"(.+):({'|'.join(FIGURES)})$")
 
 
 class ExperimentCard(Options):
-    """A card of the rows: the ``kind`` of ours, and the ``version`` of its tables."""
+    """A card: its name in ``configs/gpus.yaml`` (``kind``), and the ``version`` of its tables."""
 
     kind: str
     version: str
@@ -49,10 +49,10 @@ class ExperimentLoad(Options):
     """The requests of a workload.
 
     Attributes:
-        name: Part of the names of its experiments, or what their column ``workload`` has.
+        name: Part of the names of its experiments, or the value in their column ``workload``.
         prompt, output: Tokens of each request.
         rates: Requests per second, by stage.
-        why_not: Why it cannot be simulated.
+        why_not: Reason why it cannot be simulated.
     """
 
     name: str
@@ -68,12 +68,12 @@ class ExperimentLoad(Options):
 
 
 class Prompts(Options):
-    """The different prompts that a client sends over and over.
+    """A set of prompts that a client sends repeatedly.
 
     Attributes:
-        groups: Groups of prompts that begin alike.
-        each: Prompts of a group.
-        shared: Tokens with which those of a group begin.
+        groups: Number of groups of prompts with a common prefix.
+        each: Number of prompts in a group.
+        shared: Tokens of the prefix that the prompts of a group share.
     """
 
     groups: int = Field(ge=1)
@@ -81,7 +81,7 @@ class Prompts(Options):
     shared: int = Field(ge=0)
 
     def tokens(self, length: int) -> list[list[int]]:
-        """Return all prompts, in an order that is drawn."""
+        """Return all prompts in a random order."""
         found = []
         for group in range(self.groups):
             first = [group] * min(self.shared, length)
@@ -93,15 +93,15 @@ class Prompts(Options):
 
 
 class Experiments(Options):
-    """A file on how experiments were run.
+    """A file that describes how experiments were run.
 
     Attributes:
-        models, cards: Ours, by what the rows have in ``model`` and ``gpu``.
-        formats: Keys of run files and their values, by what the rows have in ``precision``.
-        set: Keys of all run files.
-        prompts: Prompts that are sent again and again; by default, no two have tokens in common.
-        stage_s: Seconds of a stage.
-        workloads: The first one counts that is in an experiment's name.
+        models, cards: Our model or card for each value in the columns ``model`` and ``gpu``.
+        formats: Keys of run files and their values, for each value in the column ``precision``.
+        set: Keys of all run files, and their values.
+        prompts: Prompts that are sent repeatedly; by default, prompts have no tokens in common.
+        stage_s: Duration of a stage in seconds.
+        workloads: Workloads; an experiment uses the first one whose name is part of its own.
     """
 
     models: dict[str, str]
@@ -114,7 +114,7 @@ class Experiments(Options):
 
     @classmethod
     def read(cls, path: str) -> Self:
-        """Read a file; raises JaxinferError where it is wrong."""
+        """Read such a file; raise JaxinferError if it is invalid."""
         try:
             return cls.model_validate(read_yaml(Path(data_path(path))))
         except JaxinferError as error:
@@ -126,11 +126,12 @@ class StageRow:
     """A row: the figures of a stage, in milliseconds.
 
     Attributes:
-        row: all columns as they are given; ``line``: of the file.
+        row: all columns as given.
+        line: line of the file.
         stage: number of the stage; -1 for all.
-        measured: by figure, those that are given.
-        predicted: by simulator and figure, those that are given.
-        wrong: why the row does not count, or empty.
+        measured: the given measurements, by figure.
+        predicted: the given predictions, by simulator and figure.
+        wrong: reason why the row does not count; empty if it does.
     """
 
     row: Mapping[str, str]
@@ -157,7 +158,7 @@ def is_experiments(path: Path) -> bool:
 
 
 def read_experiments(path: Path) -> list[StageRow]:
-    """Read the rows; one that cannot be read, or is the same as one before, says so.
+    """Read the rows; an unreadable or repeated row has the reason in ``wrong``.
 
     Raises:
         JaxinferError: the file cannot be read, or lacks a column.
@@ -222,10 +223,10 @@ def _milliseconds(text: str) -> float | None:
 
 @dataclass(frozen=True)
 class ExperimentSetup:
-    """An experiment's run file, as YAML would hold it, and its requests.
+    """An experiment's run file, as the contents of a YAML file, and its requests.
 
     Attributes:
-        loads: of each stage, requests and seconds.
+        loads: number of requests and seconds of each stage.
         prompts: see ``Experiments``.
     """
 
@@ -237,11 +238,11 @@ class ExperimentSetup:
 
     @property
     def config(self) -> RunFile:
-        """The run file, checked; raises JaxinferError where it cannot be."""
+        """The checked run file; raises JaxinferError if it is invalid."""
         return as_run_file(self.data)
 
     def requests(self) -> list[BenchRequest]:
-        """Requests at inference-perf's times: drawn, in each stage as many as its rate gives."""
+        """Requests at random times, as inference-perf draws them, at the rate of each stage."""
         rng = np.random.default_rng(0)
         tokens = self.prompts.tokens(self.prompt) if self.prompts else [None]
         prompts = itertools.cycle(tokens)
@@ -262,12 +263,10 @@ def set_up(
     """Make the run file of an experiment from any of its rows.
 
     Args:
-        stages: numbers of its stages that some row has; empty for all of the workload's.
+        stages: numbers of the stages to simulate; empty for all stages of the workload.
         operators: folder of tables.
-        settings: dotted keys of the run file that count before all others.
-
-    Raises:
-        JaxinferError: something of it is not known, or not modelled.
+        settings: dotted keys of the run file, which take precedence over all others.  Raises:
+        JaxinferError: a value of the row is not known or cannot be modelled.
     """
     given = row.row
     load = _load(about, given)

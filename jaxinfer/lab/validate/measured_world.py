@@ -79,7 +79,7 @@ class Measured:
         return [arrived[name] for name in self.known if name in arrived]
 
     def check_stop(self, request: RequestState, token: int) -> Stop | None:
-        """End a request where the real one was ended by its text or by a NaN."""
+        """End a request at the token where the real one ended because of its text or a NaN."""
         reason, count, detail = self.ends.get(request.id, ("", 0, None))
         if len(request.output_token_ids) != count:
             return None
@@ -134,7 +134,7 @@ def _request(decided: Sequence[Any], given: Sequence[Any]) -> RequestState:
 
 
 class MeasuredWorld(SimulatedWorld):
-    """Delivers each step, transfer, arrival and loss at the time of the real one.
+    """Delivers each step, transfer, arrival and loss at the time recorded in the real run.
 
     Its rounds are those of ``SimulatedWorld``; recorded times replace all costs.
     """
@@ -153,7 +153,7 @@ class MeasuredWorld(SimulatedWorld):
         heapq.heappush(self.heap, (*when, happens))
 
     def launch(self, batch: Batch) -> None:
-        """Start a step, which ends when the real one did, or never if that was lost."""
+        """Start a step, which ends at the recorded time, or never if the real step was lost."""
         steps = self._given.steps[batch.instance, self._lives[batch.instance]]
         if steps:
             when, (start, end, stages, tokens) = steps.popleft()
@@ -175,7 +175,7 @@ class MeasuredWorld(SimulatedWorld):
         return self._given.kv_token_s.get((source, dest), 0.0)
 
     def wake_at(self, time: float) -> None:
-        """Ask for a Tick, which comes when the real one did."""
+        """Schedule a Tick for the time of the recorded one."""
         if self._given.ticks:
             self._then(self._given.ticks.popleft(), Tick())
 

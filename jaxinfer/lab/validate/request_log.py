@@ -90,7 +90,7 @@ def _is_number(value: object) -> bool:
 
 
 def simulated(config: RunFile, real: Sequence[Real], out: Path) -> RunRecord:
-    """Serve the same requests on the modelled machine.
+    """Serve the logged requests on the modelled machine.
 
     No two prompts have a common prefix, but a preempted one finds its own pages in a prefix cache.
     """

@@ -1,4 +1,4 @@
-"""Ours and other simulators' errors on experiments, figure by figure."""
+"""Compares the errors of jaxinfer and other simulators on experiments, for each figure."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ Figures = Mapping[str, float]
 
 
 def predict_experiment(asked: ExperimentSetup) -> dict[str, Any]:
-    """Return figures in milliseconds by stage, as text; or ``refused``, why there are none."""
+    """Return each stage's figures in milliseconds, or ``refused`` with the reason for none."""
     work = asked.requests()
     ends = np.cumsum([count for count, _ in asked.loads])
     times: list[list[tuple[float, float, float]]] = [[] for _ in ends]
@@ -49,11 +49,11 @@ def _figures(several: Sequence[tuple[float, float, float]]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class ScoredRow:
-    """A row and our figures for it.
+    """A row and our predictions for it.
 
     Attributes:
-        ours: by figure; empty where there are none.
-        why: why there are none, or why the row does not count, else empty.
+        ours: our predictions, by figure; empty if there are none.
+        why: reason why there are none, or why the row does not count; otherwise empty.
     """
 
     row: StageRow
@@ -69,7 +69,7 @@ class ScoredRow:
 
 
 def errors(rows: Sequence[ScoredRow], simulator: str, figure: str) -> list[float]:
-    """Relative errors of one simulator on the rows that we have figures for."""
+    """Relative errors of one simulator on the rows for which we have predictions."""
     found = []
     for each in rows:
         theirs = each.ours if simulator == OURS else each.row.predicted.get(simulator, {})
@@ -79,9 +79,9 @@ def errors(rows: Sequence[ScoredRow], simulator: str, figure: str) -> list[float
 
 
 def score(rows: Sequence[ScoredRow]) -> dict[str, list[dict[str, Any]]]:
-    """Return for each figure the simulators, the one with the least median of |error| first.
+    """Return the simulators for each figure, in ascending order of the median absolute error.
 
-    Of each: ``n`` rows, ``median`` and ``p90`` of the absolute error, its median ``bias``, and
+    Each has ``n`` rows, ``median`` and ``p90`` of the absolute error, the median ``bias``, and
     ``ours``, the median of our absolute error on the same rows.
     """
     simulators = dict.fromkeys([OURS, *(name for each in rows for name in each.row.predicted)])
@@ -111,7 +111,7 @@ def score(rows: Sequence[ScoredRow]) -> dict[str, list[dict[str, Any]]]:
 
 
 def show_scores(scores: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
-    """A line per figure and simulator; errors in percent."""
+    """Return a table with a line per figure and simulator; errors are in percent."""
     table = Table(box=None, pad_edge=False)
     table.add_column("figure")
     table.add_column("rank", justify="right")

@@ -37,9 +37,7 @@ class Compared:
         return self.found is not None and "refused" not in self.found
 
     def predicted(self, name: str) -> float:
-        """Return milliseconds; for a whole request, those of one with nominal length,
-        as measured.
-        """
+        """Return a figure in predicted milliseconds; E2E is for a request of nominal length."""
         assert self.found
         if name != "e2e":
             return float(self.found[f"{name}_ms"])
@@ -73,7 +71,7 @@ class Compared:
 
 
 def beside(given: Mapping[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of the given columns and ours; given ones with our names become ``own_NAME``."""
+    """Return a row of the given columns and our own; given columns with our names get ``own_``."""
     return {_own_name(name, {*given, *ours}, ours): value for name, value in given.items()} | ours
 
 

@@ -21,8 +21,8 @@ class Limits:
         ttft_s: target in seconds for a request's first token.
         atgt_s: target in seconds for the mean time of each further token.
         theta: share of the limits of (b) and (d) that may be used.
-        gamma: share of its output tokens with which a request counts in (b): with 0 the first
-            iteration meets the target, with 1 the last one.
+        gamma: share of its output tokens that a request counts with in (b); with 0, the first
+            iteration must meet the target, with 1 the last one.
         room: KV entries of the whole pool.
         page_size: KV entries of a page.
     """
@@ -78,7 +78,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Seen:
-    """State of a worker's requests that must be read from the worker.
+    """State of a worker's requests, which must be read from the worker itself.
 
     Attributes:
         prompt_tokens: number of prompt tokens still to be computed.
@@ -133,7 +133,7 @@ class WorkerAccount:
 
     @property
     def norm(self) -> float:
-        """Load of the worker: length of (batch, context), as printed, regardless of units."""
+        """Load of the worker: length of the vector (batch, context), as in the paper."""
         return math.hypot(len(self.jobs), self.context)
 
     @property
@@ -156,9 +156,7 @@ class WorkerAccount:
         return context <= limits.theta * limits.most_context(len(self.jobs) + 1)
 
     def prefills_in_time(self, job: Job, seen: Seen) -> bool:
-        """(c), (d): after waiting prompts, its prompt is in time, and within what all
-        have saved.
-        """
+        """(c), (d): its prompt is in time after waiting ones, and uses time that others saved."""
         limits = self.limits
         if not job.prefills:
             return True
@@ -166,9 +164,7 @@ class WorkerAccount:
         return seconds <= limits.ttft_s and seconds <= limits.theta * seen.slack_s
 
     def has_room(self, job: Job) -> bool:
-        """(e): there are KV entries for all in each future iteration, and for it up to
-        its limit.
-        """
+        """(e): KV entries suffice for all in each future iteration, and for it up to its limit."""
         room, size = self.limits.room, self.limits.page_size
         entries = [each.entries(size) for each in (*self.jobs.values(), job)]
         return peak_entries(entries) <= room and job.longest <= room
@@ -205,7 +201,7 @@ def best_fit(
 
 
 def fits_alone(job: Job, workers: Iterable[WorkerAccount], late: float = 0.0) -> bool:
-    """Tell whether one of these workers could take a request if it were empty, and be in time.
+    """Tell whether one of these workers, if empty, could take a request and meet its target.
 
     Args:
         late: seconds that the request has waited.
@@ -225,8 +221,8 @@ def to_open(
 ) -> list[str]:
     """Return the names of workers that must be switched on for requests that fit nowhere else.
 
-    Each time it is the cheapest one for the request, by its share. A request that does not even fit
-    alone gets a worker only if there is none.
+    Each such request gets the worker on which its share costs the least. A request that does not
+    fit on an empty worker gets one only if no worker is on.
     """
     opened: dict[str, WorkerAccount] = {}
 

@@ -1,4 +1,4 @@
-"""Aladdin's account: requests given to each worker, and errors of predictions."""
+"""Aladdin's accounts: the requests given to each worker, and the errors of predictions."""
 
 import math
 from collections import Counter, defaultdict
@@ -113,7 +113,7 @@ class WorkerLedger:
         return (worker, job) if worker and job else None
 
     def ended(self, request: RequestView, now: float) -> None:
-        """Learn from an answer; one that ended early counts as an error until its predicted end."""
+        """Record an answer's length; an early end counts as an error until the predicted end."""
         output = request.num_known - request.prompt_len
         if output:
             self._history.add(request.prompt_len, output)
@@ -125,7 +125,7 @@ class WorkerLedger:
             self._early[worker.name] = [each for each in early if each[0] > now]
 
     def see(self, worker: WorkerAccount) -> Seen:
-        """Look at a worker, and update its requests' output tokens; once per call."""
+        """Read a worker's state, once per call, and update its requests' output tokens."""
         instance = self._cluster.instances[worker.name]
         if worker.name not in self._slack:
             self._slack[worker.name] = self._least_slack(worker, instance)

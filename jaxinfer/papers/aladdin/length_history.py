@@ -7,7 +7,7 @@ from collections import defaultdict
 class History:
     """Past answers, by the binned length of their prompts.
 
-    Each bin ends at twice the length at which the one before ends.
+    Each bin ends at twice the length at which the previous bin ends.
     """
 
     def __init__(self) -> None:

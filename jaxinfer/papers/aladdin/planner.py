@@ -2,8 +2,8 @@
 
 Follows Aladdin, sections 4 and 5; with several kinds of workers, it finds the cheapest mix. Eq. 6
 chooses a worker's size from its fitted step times, and gives a first estimate of their number. The
-smallest number is found by simulation; it is exact if an additional worker never does harm. Eq. 7
-predicts the number from those at lower rates.
+smallest number is found by simulation; it is exact if an additional worker never lowers the rate.
+Eq. 7 predicts the number from those at lower rates.
 """
 
 import math
@@ -43,15 +43,16 @@ class AladdinPlannerOptions(Options):
     """Options of ``AladdinPlanner``.
 
     Attributes:
-        file: Run file with one worker, or with one worker of each kind to mix. Each is an instance
-            on a group of its own; numbers of workers are ignored.
+        file: Run file with one worker, or with one worker of each kind to mix. Each worker is an
+            instance on its own group; numbers of workers are ignored.
         most: Largest number of workers of each size or kind.
-        sizes: Sizes of a worker in GPUs, each with its step times (``{}``: those of the file). By
-            default the size in the file.
-        size: Which size is used: that of equation 6, or the cheapest by simulation.
-        rates: Rates at which the smallest number of workers is found, for the line of equation 7.
-            The goal's rate then gets the number on that line, or the next one that meets the
-            targets.
+        sizes: Sizes of a worker, in GPUs, each with its step times (``{}``: those of the file). By
+            default, the size in the file.
+        size: Size to use: that of the paper's equation 6 (``eq6``), or the one that is cheapest
+            when simulated (``all``).
+        rates: Rates to which the line of equation 7 is fitted, from the smallest number of workers
+            at each rate. The goal's rate then gets the number on that line, or the next one that
+            meets the targets.
     """
 
     file: str

@@ -103,7 +103,7 @@ def fewest(keeps: Callable[[int], bool], guess: float, most: int) -> int | None:
     additional worker never does harm. No number is tried twice.
 
     Args:
-        keeps: tells whether a number of workers meets the targets.
+        keeps: returns whether a number of workers meets the targets.
     """
     low, high, step = 0, most + 1, 1  # The former are too few, and the latter would be enough.
     count = int(min(max(guess, 1), most))
@@ -137,7 +137,7 @@ def cheapest_mix(
     so far.
 
     Args:
-        keeps: tells whether numbers of workers of each kind meet the targets; not called if an
+        keeps: returns whether numbers of workers of each kind meet the targets; not called if an
             earlier answer decides.
         costs: cost of a worker of each kind.
         rates: approximate rate that a worker of each kind can serve.

@@ -32,12 +32,12 @@ class AladdinOptions(Options):
         grant_gap: Whether a prompt may use the gap between tokens that has already begun. See
             ``WorkerLedger``.
         prefill: Instances that only compute prompts; without any, workers run whole requests.
-        heartbeat_s: Interval in seconds at which instances with role ``off`` are switched on, and
-            waiting requests are moved; null: never.
+        heartbeat_s: Interval in seconds at which the system may switch on instances with role
+            ``off`` and move waiting requests; null: never.
         off_after_s: Idle seconds after which an instance is switched off; null: never.
         usd_per_hour: Dollars per hour of each worker; an idle worker is then chosen by its cost for
-            the request. Of workers that have nothing, or are off, it is the one whose share for the
-            request costs the least.
+            the request. Among workers that are idle or off, the system chooses the one whose share
+            for the request costs the least.
     """
 
     ttft_s: float = Field(gt=0)
@@ -163,5 +163,5 @@ class Aladdin(System):
         return [*(Reassign(name, (Leg(to),)) for name, to in moves.items()), *roles]
 
     def report(self) -> Mapping[str, object]:
-        """Return how often a worker was switched on, and how many unstarted requests moved."""
+        """Return how often workers were switched on, and how many unstarted requests were moved."""
         return dict(self._counts)

@@ -61,9 +61,9 @@ def balance(
     """Algorithm 1: return L_p, the number of prompt tokens that the PPI computes.
 
     Args:
-        in_partial: prompt tokens that the PPI's cache has; the paper knows none. They cost no time.
-        in_chunked: those that the CPI's cache has. If it computes the rest of the prompt in no more
-            time than its part of the best cut, it gets the whole request: L_p is 0.
+        in_partial: prompt tokens in the PPI's cache, which cost no time; the paper has no cache.
+        in_chunked: prompt tokens in the CPI's cache. If the CPI computes the rest of the prompt in
+            no more time than its part of the best cut, it gets the whole request: L_p is 0.
     """
     if load.free_pages < ceil(prompt_len / load.page_size):
         return prompt_len
@@ -82,11 +82,11 @@ def balance(
 
 
 class Refined:
-    """Fits to the run's own steps, valid once there are ``ENOUGH`` steps.
+    """Fits to the run's own steps, available after ``ENOUGH`` steps.
 
     Attributes:
-        prefill: None before.
-        mixed: None before.
+        prefill: fit of eq. 2; None until then.
+        mixed: fit of eq. 3; None until then.
     """
 
     ENOUGH = 16

@@ -31,11 +31,11 @@ class CronusOptions(ByCacheOptions):
         partial, chunked: Names of the two instances. A side of several GPUs is one instance with
             stages or tensor parallelism.
         max_in_partial: Largest number of requests in the partial instance. If it is small, each
-            request is cut by recent statistics.
+            split uses recent statistics.
         candidates: Number of split points of a prompt that the Balancer tries.
-        refine: Fit the Balancer's coefficients again during the run.
-        cut_share, cut_tokens: Share or tokens of each prompt for the partial instance, in place of
-            the Balancer's choice.
+        refine: Whether to fit the Balancer's coefficients again during the run.
+        cut_share, cut_tokens: Fixed share or number of tokens of each prompt for the partial
+            instance, instead of the Balancer's choice.
         hand_off: When KV is sent; the paper uses ``on_demand``.
     """
 

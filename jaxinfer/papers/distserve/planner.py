@@ -61,8 +61,8 @@ class DistServePlannerOptions(Options):
         gpus_per_node: Number of GPUs in a node.
         nodes: Largest number of nodes that an instance may span.
         nic_gb_s: Bandwidth between nodes, in 10^9 bytes per second.
-        costs: Step times by degree of tensor parallelism; other degrees are not tried. By default
-            those of the plan file's ``run``.
+        costs: Step times for each degree of tensor parallelism to try. By default, all degrees are
+            tried with the costs of the plan file's ``run``.
     """
 
     kind: str

@@ -82,7 +82,7 @@ class DeviceLoad:
 def dispatch(
     loads: Sequence[DeviceLoad], slices: int, entries: float, pages: int
 ) -> list[int] | None:
-    """Choose how many of a request's slices each device gets, so that the slowest is least slow.
+    """Choose each device's number of a request's slices, to minimise the slowest device's time.
 
     One slice at a time goes to the fastest device with room. Slices of one request are equal, and
     no device gets faster by another slice, so this is optimal for one request (eq. 7 without its

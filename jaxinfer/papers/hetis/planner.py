@@ -32,11 +32,12 @@ class HetisPlannerOptions(Options):
     """Options of ``HetisPlanner``.
 
     Attributes:
-        seconds: Seconds of a prefill on one GPU of each kind; by default the simulator's.
+        seconds: Seconds of a prefill on one GPU of each kind; by default, as simulated.
         most_slower: Share by which the slowest stage may slow down when a GPU gives up its layers.
-            The paper has 5 %, whose symbol is lost.
-        rule: Reference of that share: the time with all GPUs, or that of the step before.
-        simulated: Number of the fastest candidates that are simulated.
+            The paper uses 5 %; its text lost the symbol.
+        rule: Time to which ``most_slower`` relates: that with all GPUs (``cumulative``), or that of
+            the previous step (``stepwise``).
+        simulated: Number of candidates to simulate, the fastest first.
     """
 
     seconds: Named[float] = Field(default_factory=dict)

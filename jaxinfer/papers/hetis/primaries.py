@@ -40,8 +40,8 @@ def primaries(
 
     GPUs are removed one by one, those of the slowest kind first, as long as the largest stage gets
     slower by at most ``most``: compared with all GPUs (``cumulative``) or with the step before
-    (``stepwise``). The paper's formula is lost. With ``stepwise``, a pool of many GPUs keeps only
-    its fastest kind, since no single GPU of many matters.
+        (``stepwise``). The text of the paper lost the formula. With ``stepwise``, a pool of many
+        GPUs keeps only its fastest kind, because removing a single GPU of many changes little.
     """
     left = list(counts)
     allowed = seconds_of(left, seconds) * (1 + most)

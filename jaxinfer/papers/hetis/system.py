@@ -39,11 +39,11 @@ class HetisOptions(Options):
     """Options of ``Hetis``.
 
     Attributes:
-        theta: Slowdown of a stage, compared with the ideal, from which a request is placed again;
-            null: never. Then the request that has no page is preempted (LIFO).
+        theta: Slowdown of a stage, compared with the ideal, above which a request is placed again;
+            null: never. Without placement, a request that runs out of pages is preempted (LIFO).
         placement: Whether KV heads are placed by attention time, or only by free pages.
-        attention: Coefficients of a layer's attention time, in seconds, by group; by default
-            profiled or modelled. Keys are ``per_pair``, ``per_entry``, ``constant``,
+        attention: Coefficients of a layer's attention time, in seconds, for each group; by default,
+            they are profiled or modelled. Keys are ``per_pair``, ``per_entry``, ``constant``,
             ``exchange_per_pair``, ``exchange``.
     """
 

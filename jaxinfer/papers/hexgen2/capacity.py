@@ -276,8 +276,8 @@ class Modelled:
     def prefill_tokens(self, stages: int) -> int:
         """Return the tokens of a prefill step of an instance with ``stages`` stages.
 
-        Each of as many steps gets an equal part of the prompts that the instance may have at once,
-        so that no step gets most of them.
+        The prompts that the instance may have at once are divided equally among this number of
+        steps.
         """
         return self._full("prefill", stages)
 

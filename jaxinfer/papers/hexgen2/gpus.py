@@ -128,7 +128,7 @@ class Site:
         return common, 1 / (min(self.nodes[here].nic_gb_s, self.nodes[there].nic_gb_s) * 1e9)
 
     def hop_in(self, signature: Signature, here: int, there: int) -> tuple[float, float]:
-        """Return the same between stages at two places of a group's signature; see ``hop``."""
+        """Return latency and seconds per byte between two places of a signature; see ``hop``."""
         a, b = (self.types[signature[place][0]] for place in (here, there))
         if here != there and a == b:
             # These are two nodes of one type, which has only one number here.

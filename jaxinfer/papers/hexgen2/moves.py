@@ -18,7 +18,7 @@ _AT_ONCE = (1, 2, 4)
 
 
 class Change(NamedTuple):
-    """Members that replace others."""
+    """A change to a plan: members that replace other members."""
 
     out: tuple[Member, ...]
     into: tuple[Member, ...]

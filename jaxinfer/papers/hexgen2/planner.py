@@ -43,19 +43,22 @@ class HexGen2PlannerOptions(Options):
     Attributes:
         prefill, decode: Engine options of the instances of each role.
         tensor_parallel: Degrees to try for a stage, all within one node.
-        measured: Step times by GPU, such as ``phases`` from a profile; each stage is then one GPU.
+        measured: Step times for each GPU, such as ``phases`` from a profile; each stage is then one
+            GPU.
         most_gpus: Largest number of GPUs of an instance.
         budget: Dollars per hour for renting GPUs of the hardware file; a GPU costs its share of its
             node's price.
         method: Search method: two integer programs, improved by small changes (``programs``); the
             paper's partition with guided swaps; or one of two baselines.
-        costs: Step times that guide the paper's search: the simulator's, or those of its Table 1.
+        costs: Step times that guide the paper's search: the simulator's, or those of the paper's
+            Table 1.
         network: Network model that guides the paper's search: cards shared by the instances of a
-            node, or a separate link for each pair. Statements about the plan use modelled costs and
-            a shared network.
-        restarts: Number of further searches, from random changes of the best plan (``programs``).
-        seed: Seed of the random changes; ``hexgen2`` has none.
-        flows: How many changes are rated exactly, by flows, at most.
+            node, or a separate link for each pair. The reported figures of the plan use modelled
+            costs and a shared network.
+        restarts: With ``programs``, number of further searches that start from random changes of
+            the best plan.
+        seed: Seed of the random changes; the method ``hexgen2`` makes none.
+        flows: Largest number of changes that are rated exactly, with a flow computation.
     """
 
     prefill: dict[str, Any] = Field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Rates of a group by HexGen-2's own costs (Table 1), at the GPUs' peaks: one over a latency.
+"""Rates of a group from HexGen-2's own costs (Table 1) at the GPUs' peaks: one over a latency.
 
 The model's own KV width is used, where the table assumes as many KV heads as heads.
 """

@@ -1,8 +1,8 @@
 """Sizes of pools for prefill, attention and FFN (HexGen-3, MegaScale-Infer).
 
 Prompts are computed by instances of the first pool. A device group of the second pool and one of
-the third make an instance that decodes, its steps as micro-batches in turn. All of this is
-``disaggregated``; there is no system of its own.
+the third form a decode instance, whose steps are computed as micro-batches. The candidates use the
+system ``disaggregated``.
 
 A closed form decides which sizes are not simulated (arXiv 2601.21351): a step of decodes takes at
 least as long as its attention, its FFN, or its hidden states on the link, whichever is longest,
@@ -39,7 +39,7 @@ Counts = tuple[Annotated[int, Field(ge=1)], ...]
 
 
 class PoolSide(Options):
-    """GPUs of one side of an instance that decodes.
+    """GPUs of one side of a decode instance.
 
     Attributes:
         kind: kind of the GPUs.
@@ -54,16 +54,17 @@ class HexGen3Options(Options):
     """Options of ``HexGen3Planner``.
 
     Attributes:
-        prefill: Of the instances for prompts: the GPUs' ``kind``, the largest number of instances
+        prefill: For prefill instances, the GPUs' ``kind``, the largest number of instances
             (``most``), ``tensor_parallel`` degrees and ``engine`` options.
-        attention, ffn: For each side of an instance that decodes, the GPUs' ``kind`` and the
-            numbers of ``devices`` to try.
-        pairs: Largest number of instances that decode.
+        attention, ffn: For the two groups of a decode instance, the GPUs' ``kind`` and the numbers
+            of ``devices`` to try.
+        pairs: Largest number of decode instances.
         micro_batches: Numbers of micro-batches to try.
-        engine: Options of the instances that decode, in addition to the common ones.
+        engine: Options of decode instances, in addition to the common ones.
         gpus: Largest number of GPUs in total.
         link_gb_s: Bandwidth from the prefill pool to the attention pool, in 10^9 bytes per second.
-        exchange_gb_s, exchange_s: Bandwidth and latency between attention and FFN.
+        exchange_gb_s, exchange_s: Bandwidth, in 10^9 bytes per second, and latency, in seconds,
+            between attention and FFN.
     """
 
     prefill: PhaseSide
@@ -87,7 +88,7 @@ class HexGen3Options(Options):
 
 @dataclass(frozen=True)
 class Shape:
-    """GPUs of an instance for prompts, and of the two sides of one that decodes."""
+    """GPUs of a prefill instance, and of the two sides of a decode instance."""
 
     prefill: int
     attention: int
@@ -96,15 +97,15 @@ class Shape:
 
 @dataclass(frozen=True)
 class LeastTimes:
-    """The least step times of an instance with an FFN group, as its cost model."""
+    """A cost model with the least possible step times of an instance with an FFN group."""
 
     stages_: Sequence[ModelledFfnStage]
 
     def stages(self, work: Work) -> list[float]:
         """Return the least seconds of each stage, whatever its micro-batches.
 
-        Attention, FFN and link are each busy for at least as long as with the whole step at once:
-        parts of it read weights again.
+        Attention, FFN and link are each busy for at least as long as if the step were computed at
+        once, because micro-batches read weights again.
         """
         found = []
         for stage in self.stages_:

@@ -29,7 +29,7 @@ class Most(Options):
     """Largest numbers of machines in a design.
 
     Attributes:
-        prompt: Replicas of the instance of this name, each with a group of its own.
+        prompt: Replicas of the instance of this name, each with its own group.
         token: Replicas of the instance of this name; without ``token``, the cluster has one pool.
     """
 
@@ -56,11 +56,11 @@ class SplitwisePoolsOptions(Options):
 
     Attributes:
         files: One run file per design, each with the largest numbers of ``prompt`` and ``token``
-            machines. Their model and requests are used where ``run`` has none, and all must be the
-            same; their numbers of replicas are ignored.
-        at_most: Limits of ``gpus``, ``usd`` per hour or ``watts`` of a cluster; required with
+            machines to try. If ``run`` has no model or requests, those of the files are used and
+            must be equal; numbers of replicas in the files are ignored.
+        at_most: Limits on a cluster's ``gpus``, ``usd`` per hour or ``watts``; required with
             ``maximise``.
-        step: Step between the numbers of token machines that are tried.
+        step: Difference between successive numbers of token machines to try.
     """
 
     files: Named[Most] = Field(min_length=1)
@@ -69,12 +69,12 @@ class SplitwisePoolsOptions(Options):
 
 
 class Design:
-    """Kinds of machines, with variable numbers.
+    """A design: kinds of machines, whose numbers vary.
 
     Args:
         name: name in the table.
         base: part of the run file.
-        of: costs that will be asked for.
+        of: costs that will be needed.
 
     Raises:
         JaxinferError: the run file has other pools, or cannot have this number of machines.

@@ -30,10 +30,11 @@ class Machine:
     """An instance.
 
     Attributes:
-        role: the pool that it is of, and goes back to.
-        pending: prompt tokens given and not yet done, and one for each decode given.
-        decodes: of those.
-        promised: KV entries of all that was given, at its longest.
+        role: the pool that it belongs to and returns to.
+        pending: number of assigned prompt tokens that are not done, plus one for each assigned
+            decode.
+        decodes: number of assigned decodes.
+        promised: KV entries of all assigned requests at their longest.
         is_mixed: whether it is in the mixed pool.
     """
 
@@ -80,8 +81,8 @@ class MachinePools:
     Attributes:
         max_pending: tokens that a machine with a queue may have pending.
         return_when: a mixed machine goes back to its pool.
-        jobs: by request.
-        moves: time, machine and where it went.
+        jobs: assigned machines, by request.
+        moves: for each change of pool, its time, the machine and the new pool.
     """
 
     prompts: Iterable[str]

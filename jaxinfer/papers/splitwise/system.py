@@ -20,14 +20,14 @@ class SplitwiseOptions(ByCacheOptions):
     """Options of ``Splitwise``. What the paper leaves open is as in the authors' simulator.
 
     Attributes:
-        prompt, token: Instances of each pool; with ``token: []`` there is only one, and a request
-            runs on the instance with the shortest queue (the paper's baseline).
+        prompt, token: Instances of each pool; ``token: []`` makes one pool, in which a request runs
+            on the instance with the shortest queue (the paper's baseline).
         max_pending_tokens: Largest number of pending prompt tokens on a machine; beyond it, a
             machine of another pool is used.
         return_when: When a machine leaves the mixed pool: after the last request of the other pool
             (the paper), or after all its requests (the paper's simulator).
-        layerwise_from: Length of a prompt, in tokens, from which its KV is sent ``per_segment``,
-            otherwise ``at_end``; null: always ``at_end``.
+        layerwise_from: Smallest prompt, in tokens, whose KV is sent ``per_segment``; that of
+            shorter prompts is sent ``at_end``; null: always ``at_end``.
     """
 
     prompt: Names = ("prompt",)
@@ -101,7 +101,7 @@ class Splitwise(System):
         self.pools.take_back(request.id, cluster.instances, cluster.now)
 
     def report(self) -> Mapping[str, object]:
-        """Return when each machine was in which pool; of many moves, only the first ones."""
+        """Return the moves of machines between pools; of many, only the first ones."""
         found = {name: [(0.0, "prompt")] for name in self.options.prompt}
         found |= {name: [(0.0, "token")] for name in self.options.token}
         for time, name, where in self.pools.moves:

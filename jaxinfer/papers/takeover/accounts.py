@@ -91,12 +91,12 @@ class Account:
     """The last known state of an instance.
 
     Attributes:
-        legs: legs of a request that goes there and stays.
+        legs: legs of a request that runs entirely on the instance.
         number: number in the order of instances.
         widest: largest number of tokens of a step.
         budget: largest number of tokens of a narrow step.
         most_seats: largest number of requests at a time.
-        most_backlog: number of uncomputed prompt tokens from which on no prompt begins here.
+        most_backlog: number of uncomputed prompt tokens above which no further prompt begins here.
         pages: number of pages of its pool.
         spared: number of pages to keep free, even with few decodes.
         decodes: number of running decodes.
@@ -107,7 +107,7 @@ class Account:
         room: number of such pages, without those to keep free.
         idle: whether it had no requests.
         coming: pages of requests that will come and are still elsewhere, by id.
-        to_compute: uncomputed prompt tokens of those among them, by id.
+        to_compute: uncomputed prompt tokens of these requests, by id.
         under_way: partly computed prompts while few requests wait, by id, the oldest first:
             arrival, tokens left, known tokens, and largest number of KV entries.
         told: prompt tokens per step, as last sent to the instance; None for no limit.
@@ -167,7 +167,7 @@ class Account:
     open_to: dict[str, "Account"] = field(default_factory=dict)
 
     def of(self, kind: InstanceClass, number: int) -> "Account":
-        """Add the instance to a kind; it counts for nothing until it is updated."""
+        """Add the instance to a kind; it adds nothing to the totals until it is updated."""
         self.kind, self.number = kind, number
         self.decodes = self.entries = self.due = self.seats = self.room = 0
         return self

@@ -72,7 +72,7 @@ def _tokens_within(book: Account, tokens: int, seconds: float) -> int:
 
 
 def cost(book: Account, tokens: int, slo: Slo) -> float:
-    """Return the seconds until ``tokens`` of one more prompt are computed, raised for decodes.
+    """Return the seconds until ``tokens`` of one more prompt are computed, weighted by decodes.
 
     The larger the share of decodes in steps, the more of them a prompt delays there.
     """
@@ -109,7 +109,7 @@ def _free_tokens(book: Account) -> int:
 
 
 def note(book: Account, step: StepView) -> None:
-    """Record what is left of the partly computed prompts after a step."""
+    """Record the remaining tokens of partly computed prompts after a step."""
     under_way = book.under_way
     for row in step.rows:
         request = row.request

@@ -38,15 +38,15 @@ class TakeoverOptions(ByCacheOptions):
     """Options of ``Takeover``.
 
     Attributes:
-        spared: Share of a KV pool that is kept free of requests taken over, on top of room for the
-            growth of its decodes.
-        most_moves: How often one request may be taken over while others wait; with 0, decodes are
-            never taken over. While few wait, decodes that reached this number move only to faster
-            kinds of instances.
-        narrow: Share of a step's token budget that is used (decodes included) while few requests
-            wait, or while half of an instance's seats or KV pool is taken.
-        keeps_room: Start prompts on other instances while this one keeps room for decodes that it
-            takes over.
+        spared: Share of a KV pool that takeovers leave free, in addition to room for the growth of
+            the decodes there.
+        most_moves: Largest number of times that one request may be taken over while others wait;
+            with 0, decodes are never taken over. While few wait, decodes that reached this number
+            move only to faster kinds of instances.
+        narrow: Share of the token budget that a step may use (decodes included) while few requests
+            wait, or while at least half of the instance's ``max_num_seqs`` or KV pool is in use.
+        keeps_room: Whether prompts start on other instances while an instance reserves room for
+            decodes that it will take over.
         slo: Targets in seconds for ``ttft`` and ``tbt``: prompts get fewer tokens per step when TBT
             is at risk, and more when TTFT is at risk; with ``ttft``, running prompts are taken over
             only if some would be late. ``ttft`` alone counts while few wait.

@@ -20,7 +20,7 @@ class Takes:
     Attributes:
         most_moves: as given.
         moves: number of takeovers of each request.
-        bound_for: instance that will have each request, in the order of the takeovers.
+        bound_for: instance to which each request is moving, in the order of the takeovers.
         fixed: places of requests that must not be taken over: bound for an instance, or taken over
             too often.
         stale: instances that handed a request over since their last step, and may have no further

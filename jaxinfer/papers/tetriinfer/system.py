@@ -30,9 +30,9 @@ class TetriInferOptions(Options):
         dispatch: How the decode instance is chosen. See ``length_aware.choose``.
         heavy_decode: Predicted output tokens above which a request counts as heavy.
         report_s: Seconds between load reports of the instances.
-        flip_after_s: Seconds for which an instance must be idle, and the other role busy, before
-            the instance takes that role; null: never.
-        flip_below: Share of that time in which this condition may have been violated.
+        flip_after_s: Seconds for which an instance must be idle, while the other role is busy,
+            before the instance takes that role; null: never.
+        flip_below: Share of those seconds during which this condition may be violated.
         seed: Seed of the random choices.
     """
 

@@ -23,10 +23,10 @@ class ComputeFfn(NamedTuple):
 
 
 class FfnClient(LenderClient):
-    """Asks the process of an FFN group for layers' FFN."""
+    """Requests the FFN of layers from the process of an FFN group."""
 
     part = "FFN"
 
     def compute(self, layer: int, x_TD: jax.Array, count: int) -> "Future[np.ndarray]":
-        """Ask for one layer's FFN of the first ``count`` tokens; waits until they exist here."""
+        """Request one layer's FFN for the first ``count`` tokens; waits for their inputs."""
         return self._ask(ComputeFfn(layer, len(x_TD), np.asarray(x_TD)[:count]))

@@ -19,7 +19,7 @@ from jaxinfer.runtime.stage.taken import TakenMemory
 
 
 class FfnServer(Lender):
-    """Computes FFN for the stage's process.
+    """Computes the FFN for the stage's process.
 
     Args:
         plan: plan of the FFN.

@@ -31,7 +31,7 @@ from jaxinfer.steps.shapes import StepShape
 
 
 class FfnStage(Stage):
-    """Attention on the stage's mesh, and each layer's FFN on that of another group.
+    """Attention on the stage's mesh, and each layer's FFN on the mesh of another group.
 
     Args:
         ffn_parameters: parameters of the FFN; None if another process has them.
@@ -104,7 +104,7 @@ class FfnStage(Stage):
     def compute_ffn(
         self, layer: int, y_TD: jax.Array, count: int
     ) -> "jax.Array | np.ndarray | Future[np.ndarray]":
-        """Launch one layer's FFN of ``count`` tokens and their padding, or ask for it.
+        """Launch one layer's FFN of ``count`` tokens and their padding, or request it.
 
         Returns:
             Its output; a future of that without padding if another process computes it.

@@ -214,7 +214,8 @@ class Channel:
     def place(self, landed: Landed) -> None:
         """Write a slab to its pages.
 
-        If writing fails, or if the slab is not what was sent, the ``post`` of ``send`` is told.
+        If writing fails, or if the slab is not what was sent, this is reported to the ``post`` of
+        ``send``.
 
         Raises:
             Exception: the destination cannot launch it, or is lost.

@@ -46,7 +46,7 @@ def read_entries(
 def allowed_change(
     sent: np.ndarray, wire: np.dtype, stored: np.dtype, page_size: int
 ) -> np.ndarray:
-    """Return how far number formats let each entry that arrives differ from the one sent.
+    """Return how much each received entry may differ from the sent one, given the number formats.
 
     Args:
         sent: [L, 2, T, K, H], as held by the source.

@@ -65,7 +65,7 @@ class Slab:
     Attributes:
         number: unique number, never reused.
         checksum_LT: checksum of what was sent, if transfers are verified.
-        is_pulled: whether the destination's side has it.
+        is_pulled: whether the slab has reached the destination's side.
     """
 
     number: int

@@ -64,11 +64,11 @@ class PipelineWorker:
         lenders: the processes that hold KV heads or compute the FFN for the stages.
 
     Attributes:
-        parts: numbers of the stages, those that follow one another on one mesh together.
+        parts: numbers of the stages, grouped by consecutive stages on one mesh.
         sampler: the last requested sampler.
         lends: groups of these processes at the start.
         without: numbers of the KV shards that were lost and that the instance continues without.
-        coming: processes that will lend pools in place of lost ones, by group.
+        coming: new processes that will lend pools in place of lost ones, by group.
         given_up: whether the instance and its processes are lost.
     """
 
@@ -114,7 +114,7 @@ class PipelineWorker:
         return part
 
     def follow_on(self, loaded: Sequence[tuple[Process, Loaded]]) -> None:
-        """Let each process receive hidden states from the one before it."""
+        """Let each process receive hidden states from the previous one."""
         for ((_, before), (process, _)), link in zip(pairwise(loaded), self._links, strict=True):
             next(process.ask(FollowOn(self.instance, before.addresses[self.instance], link)))
 

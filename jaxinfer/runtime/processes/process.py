@@ -1,4 +1,4 @@
-"""A process with devices of its own: messages to it, receivers of its answers, and its end."""
+"""A process with its own devices: messages to it, receivers of its answers, and its end."""
 
 import os
 import queue
@@ -58,7 +58,7 @@ class ProcessGone(JaxinferError):
 
 
 class Process:
-    """A process with devices of its own, which this process ends.
+    """A process with its own devices, which this process started and will end.
 
     Args:
         name: name of its group.

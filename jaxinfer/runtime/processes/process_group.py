@@ -289,7 +289,7 @@ def lend_pools(
 
 
 def open_pools(lender: Process) -> Iterator[Left]:
-    """Prepare parts before they can be used; yields how much is left."""
+    """Prepare parts before they can be used; yields the number left."""
     answers = lender.ask(OpenPools())
 
     def until_done() -> Iterator[Left]:

@@ -126,7 +126,7 @@ class RemoteWorker:
         return [self]
 
     def prepare_on(self, process: Process, sampler: SamplerShape) -> Iterator[int]:
-        """Do the same in a process that will have these stages."""
+        """Compile all steps in a process that will have these stages; see ``prepare``."""
         with process.asking:
             for answer in process.ask(Prepare(self.instance, sampler)):
                 yield answer.parts
@@ -134,7 +134,7 @@ class RemoteWorker:
                     return
 
     def emulate_on(self, process: Process) -> None:
-        """Make steps there take as long as here."""
+        """Set how long steps take in that process, as for stages in this one."""
         for stage in self.stages:
             if stage.emulate:
                 stage.emulate_on(process)

@@ -26,7 +26,7 @@ from jaxinfer.runtime.stage.stage_plan import StageFacts
 
 @dataclass(frozen=True)
 class Restarted:
-    """There is news of a group's process, which ``Restarts.take`` returns."""
+    """Event: a group's restart has news, which ``Restarts.take`` returns."""
 
     group: str
 
@@ -81,7 +81,7 @@ class RestartGroup(ABC):
 
     @property
     def lenders(self) -> Sequence["PoolRestart"]:
-        """Homes whose processes are restarted with these."""
+        """Groups whose processes are restarted together with these."""
         return ()
 
     @property
@@ -101,7 +101,7 @@ class RestartGroup(ABC):
 
     @abstractmethod
     def tell_of_loss(self, hear: Hear) -> None:
-        """Tell a run what it must know during the restart."""
+        """Report the loss to the run, for the time of the restart."""
 
     def end(self, why: str) -> None:
         """End the remaining processes, whose devices are needed, and wait until all users know."""
@@ -214,7 +214,7 @@ class DegradedInstance:
     """An instance that can continue without attention groups whose processes are lost.
 
     Attributes:
-        lenders: homes of the groups that may return alone.
+        lenders: restart groups of the attention groups that may return alone.
         why: reason of the loss, while a thread handles it.
         news: outcome that has not been taken.
         thread: last thread that handled a loss.
@@ -242,7 +242,7 @@ class PoolRestart(RestartGroup):
 
     @property
     def instances(self) -> Sequence[str]:
-        """See RestartGroup: its own has not left."""
+        """See RestartGroup; empty, because the instance continues without this group."""
         return ()
 
     @property
@@ -262,7 +262,7 @@ class PoolRestart(RestartGroup):
         return self.is_wanted and not self.rest.why and there.isdisjoint(self.processes)
 
     def tell_of_loss(self, hear: Hear) -> None:
-        """See RestartGroup; the instance's own failure is told by its worker."""
+        """See RestartGroup; the worker reports the failure of the instance itself."""
         hear(Restarted(self.name))
 
     def get_ready(self, processes: Mapping[str, Process]) -> None:

@@ -1,1 +1,1 @@
-"""Stages whose KV heads lie on several devices."""
+"""Stages whose KV heads are on several devices."""

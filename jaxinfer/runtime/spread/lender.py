@@ -21,7 +21,7 @@ class Lender(ABC):
         host: address of this process.
 
     Attributes:
-        part: the part of the layers, in a word.
+        part: the kind of part, in a word.
         address: address that the stage's process connects to.
     """
 
@@ -33,7 +33,7 @@ class Lender(ABC):
 
     @abstractmethod
     def compile_ahead(self) -> Iterator[int]:
-        """Compile everything that can be asked for, try it, and open; yields how much is left."""
+        """Compile and try all programs, then accept connections; yields the number left."""
 
     def open(self) -> None:
         """Accept the stage's process, and serve it from a thread."""

@@ -59,7 +59,7 @@ class Put(NamedTuple):
 
 
 class PoolClient(LenderClient):
-    """Asks the process of an attention group for attention, and for pages."""
+    """Requests attention and pages from the process of an attention group."""
 
     part = "attention"
 
@@ -68,13 +68,13 @@ class PoolClient(LenderClient):
         self._steps = 0
 
     def begin(self, pairs: StepShape, tables: np.ndarray, num_pairs: int) -> BegunStep:
-        """Send a step's tables; ``num_pairs`` of its pairs are not padding."""
+        """Send a step's tables; ``num_pairs`` is its number of pairs without padding."""
         self._steps += 1
         self._send(Begin(self._steps, pairs, tables))
         return BegunStep(self._steps, num_pairs)
 
     def attend(self, begun: BegunStep, layer: int, piece_RXH: jax.Array) -> "Future[np.ndarray]":
-        """Ask for one layer's attention; waits until the pairs have been computed.
+        """Request one layer's attention; waits until the pairs have been computed.
 
         Returns:
             The results [R, G, H] of the pairs without padding.

@@ -45,7 +45,7 @@ class PoolServer(Lender):
         super().__init__(host)
 
     def compile_ahead(self) -> Iterator[int]:
-        """Compile everything that can be asked for, try it, and begin; yields how much is left."""
+        """Compile and try all programs, then begin to serve; yields the number left."""
         shapes = [
             pairs
             for shape in self._plan.limits.shapes()

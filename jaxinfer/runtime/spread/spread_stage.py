@@ -31,7 +31,7 @@ from jaxinfer.steps.shapes import StepShape
 class SpreadStage(Stage):
     """Dense layers on the stage's mesh, and attention on the device that stores each KV head.
 
-    The stage's own heads lie on the first device of its mesh; with tensor parallelism, the others
+    The stage's own heads are on the first device of its mesh; with tensor parallelism, the others
     wait while it attends.
 
     Attributes:
@@ -64,7 +64,7 @@ class SpreadStage(Stage):
     ) -> SpreadInputs | PartInputs[SpreadInputs]:
         """Build the inputs of ``forward`` for a batch; see ``build_spread_inputs``.
 
-        They are halves if the batch has some and KV heads lie on devices other than the stage's.
+        They are halves if the batch has some and KV heads are on devices other than the stage's.
         """
         plan = self.plan
         heads = plan.num_kv_heads, plan.config.num_key_value_heads
@@ -178,7 +178,7 @@ class SpreadStage(Stage):
 class Chain:
     """A batch, or half of one, on its way through a spread stage; launches and never waits.
 
-    Exception: if KV heads lie in other processes, it waits for the data sent there and back.
+    Exception: if KV heads are in other processes, it waits for the data sent there and back.
 
     Args:
         shape: shape that the step is padded to.

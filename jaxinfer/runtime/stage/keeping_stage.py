@@ -11,7 +11,7 @@ from jaxinfer.runtime.stage.step import Parameters, StageLeaves
 
 
 class KeepingStage(Stage):
-    """Has pages alone: no parameters, and no compiled steps."""
+    """A stage that only has pages: no parameters and no compiled steps."""
 
     def __init__(self, plan: StagePlan) -> None:
         super().__init__(plan, nnx.State({}))
@@ -20,5 +20,5 @@ class KeepingStage(Stage):
         return StageLeaves((), ())
 
     def compile_ahead(self, sampler: SamplerShape) -> Iterator[int]:
-        """Yield that no step is left to compile."""
+        """Yield 0: this stage has no steps to compile."""
         yield 0

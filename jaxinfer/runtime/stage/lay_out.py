@@ -34,7 +34,7 @@ def lay_out(
 
     Args:
         axes: sizes of the mesh's axes.
-        is_spread: whether KV heads may lie on other devices.
+        is_spread: whether KV heads may be on other devices.
 
     Raises:
         JaxinferError: the layout is unknown, or does not fit model or mesh.

@@ -48,7 +48,8 @@ class SamplerShape(NamedTuple):
     def samplers(self) -> list["SamplerShape"]:
         """Return the samplers to compile: one for greedy steps, one for steps with a drawn row.
 
-        There are never more than two: a truncation that one request uses is paid by all drawn rows.
+        There are never more than two, so a truncation that one request needs costs time for all
+        drawn rows.
         """
         found = []
         if self.greedy or not self.drawn:
@@ -102,7 +103,7 @@ class SamplingInputs(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """Tokens, sampled or given, with the model's own opinion of them (before any option).
+    """Tokens, sampled or given, with their probabilities under the model (before any option).
 
     Attributes:
         token_S: int32.

@@ -74,7 +74,7 @@ class Stage:
         yield empty_inputs(shape, self.step.limits)
 
     def compile_ahead(self, sampler: SamplerShape) -> Iterator[int]:
-        """Compile all steps with this sampler; yields how many are left."""
+        """Compile all steps with this sampler; yields the number left."""
 
         def run_on_padding(key: Key) -> None:
             x_TD, previous_S = None, self.previous_S
@@ -122,8 +122,7 @@ class Stage:
     def start_of(self, before: float, x_TD: jax.Array) -> float:
         """Return when hidden states arrive here from the previous stage, which ended at ``before``.
 
-        Their travel time counts if steps are emulated; profiles, which other uses need, do not
-        include it.
+        Their travel time counts only if steps are emulated; profiles, for example, exclude it.
         """
         late = self.link if self.emulate else None
         return before + (late.seconds(x_TD.nbytes) if late else 0.0)

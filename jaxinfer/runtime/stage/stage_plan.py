@@ -86,7 +86,7 @@ class StageFacts:
         layers: layers of this stage.
         dtype: dtype of weights.
         kv_dtype: dtype of KV entries.
-        num_pages: size of the KV pool, including the padding page; if KV heads may lie on other
+        num_pages: size of the KV pool, including the padding page; if KV heads may be on other
             devices, counted as if all of them lay here.
         max_model_len: largest number of prompt and output tokens of one request.
         weight_bytes: bytes of weights per memory: that of one device, or the host's for CPU
@@ -137,7 +137,7 @@ class StageFacts:
 
     @property
     def pool_pages(self) -> list[int]:
-        """Size of each of its pools; if KV heads may lie apart, in pages of one head."""
+        """Size of each of its pools, in pages of one head if heads may be on several devices."""
         if not self.attention:
             return [self.num_pages]
         heads = self.num_kv_heads
@@ -225,7 +225,7 @@ def make_plan(
         devices: devices of the stage.
         layers: layers of the stage.
         taken: bytes of their memory that other plans will take.
-        is_spread: whether KV heads may lie on other devices; those that lie here are then on the
+        is_spread: whether KV heads may be on other devices; those that lie here are then on the
             first device.
         axes: sizes of the mesh's axes; by default one axis of all devices.
         there: parameters that are already counted in ``taken``.
@@ -310,7 +310,7 @@ def _addressable(config: ModelConfig, kv_dtype: jnp.dtype, page_size: int, heads
 
 
 def choose_dtype(options: EngineOptions, device: jax.Device) -> jnp.dtype:
-    """Choose the dtype of weights and KV cache, unless these have dtypes of their own."""
+    """Choose the dtype of weights and KV cache, unless they have separate dtypes."""
     automatic = "float32" if device.platform == "cpu" else "bfloat16"
     return jnp.dtype(automatic if options.dtype == "auto" else options.dtype)
 

@@ -160,7 +160,7 @@ class CompiledStep:
         self._executables: dict[Hashable, jax.stages.Compiled] = {}
 
     def compile_ahead(self, sampler: SamplerShape, run: Callable[[Key], None]) -> Iterator[int]:
-        """Compile what runs with these samplers need; yields how many are left, first all of them.
+        """Compile what runs with these samplers need; yields the number left, beginning with all.
 
         Each bucket is also ``run`` once: a first run allocates, and takes half as long again.
         """

@@ -151,7 +151,7 @@ class DecodeGroup:
         return sum(self._position(each) >= _hold(each).capacity for each in turn.values())
 
     def span(self) -> tuple[int, int]:
-        """Return the least and most KV entries that a row of the next step sees, its own included.
+        """Return the smallest and largest number of KV entries that a row of the next step sees.
 
         They are computed again only after members have joined or left.
         """
@@ -179,10 +179,10 @@ class DecodeGroup:
         return rows, context
 
     def go_on(self, end: float) -> int | None:
-        """End the oldest step in flight and launch the next one, if that has the same members.
+        """End the oldest step in flight and launch the next one, if it has the same members.
 
-        Returns the KV entries that the next step's rows see; None, and no change, where it is
-        another step. Only for groups with a ``pool``.
+        Returns the KV entries that the next step's rows see. If the next step has other members,
+        nothing changes, and None is returned. Only for groups with a ``pool``.
         """
         if not self.goes_on():
             return None
@@ -220,8 +220,8 @@ class DecodeGroup:
 
         Returns:
             The step's rows of requests that have left since its launch, each with its number in the
-            order of admission, in this order; with an empty row of each that has filled a
-            page which is to be kept.
+            order of admission, in this order. A request that has filled a page to be cached adds an
+            empty row.
         """
         number = self._committed
         self._ends.pop(number, None)
@@ -257,7 +257,7 @@ class DecodeGroup:
             self._oldest = self._committed
 
     def leave(self, request: RequestState) -> None:
-        """Update a member and take it out; in steps in flight, it gets a row of its own."""
+        """Update a member and take it out; in steps in flight, it gets its own row."""
         member = self._members.pop(request.id)
         self._retired.pop(request.id, None)
         if not self.fresh.pop(request.id, None):

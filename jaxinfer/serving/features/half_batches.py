@@ -1,8 +1,8 @@
 """Computing a step as parts of its rows, in turn: two halves of a spread stage, or micro-batches.
 
 While some devices attend to KV heads of one half, the devices with the layers compute the dense
-part of the other half. This can hide the exchange in each layer, but weights are read twice.
-Micro-batches of a stage with an FFN group are as many as the run file says.
+part of the other half. This can hide the exchange in each layer, but weights are read twice. The
+run file sets the number of micro-batches of a stage with an FFN group.
 """
 
 from collections.abc import Callable, Sequence

@@ -12,7 +12,7 @@ Loss = InstanceLost | InstanceBack | GoesWithout
 
 
 class LostInstance(Exception):
-    """Raised when a system asks for a lost instance; ``args[0]`` is its name."""
+    """A system has looked up a lost instance; ``args[0]`` is its name."""
 
 
 class AliveInstances(dict[str, InstanceView]):

@@ -86,7 +86,7 @@ class JointSteps:
 def experts_curve(
     points: Mapping[tuple[float, float], float], model: ModelShape, ways: int
 ) -> dict[float, float]:
-    """Return microseconds of a layer's experts on one of the devices that share them whole.
+    """Return microseconds of a layer's experts on one device, if devices hold whole experts.
 
     Args:
         points: times by tokens, all of whose experts are on the device, and by the number of

@@ -25,7 +25,7 @@ FOLDER = Path("~/.cache/jaxinfer/operators")
 
 @dataclass(frozen=True)
 class Published:
-    """A model's operators, and the files that they come from."""
+    """A model's operators, and the files from which they were read."""
 
     operators: OperatorTables
     files: list[str] = field(default_factory=list)

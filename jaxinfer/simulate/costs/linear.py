@@ -1,4 +1,4 @@
-"""Step times that are linear in what a step holds: published or fitted coefficients as they are.
+"""Step times that are linear in the contents of a step, from published or fitted coefficients.
 
 The seconds of one step:
 

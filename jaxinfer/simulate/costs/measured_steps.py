@@ -1,4 +1,4 @@
-"""Step times from a profile of the engine's own compiled steps, as ``profile --operators`` has it.
+"""Step times from a profile of the engine's compiled steps, made by ``profile --operators``.
 
 In addition to the files that ``table_files.py`` reads, ``meta.yaml`` has a section ``engine`` with
 the sizes that steps are padded to. For these sizes, ``dense.csv`` has the times of ``layer`` and

@@ -41,7 +41,7 @@ class AttentionTable:
         skew: additional time of decodes of unequal lengths; None if only their mean counts.
 
     Raises:
-        JaxinferError: there are no batches of a chunk alone, or none of decodes alone.
+        JaxinferError: there are no batches with only a chunk, or none with only decodes.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class AttentionTable:
         return micros
 
     def of_decodes(self, rows: int) -> Callable[[float], float]:
-        """Return microseconds of decodes alone, as a function of the mean of their contexts."""
+        """Return microseconds of a step that only decodes, as a function of the mean context."""
         return self._decodes.along(0.0, 0.0, rows)
 
     def _at(self, chunk: float, y: float, n: int, context: float) -> float:

@@ -19,9 +19,7 @@ _LAUNCHES = 7
 
 
 def most_rows(tokens: float, model: ModelShape, experts: int) -> float:
-    """Return the largest number of rows in the blocks of these tokens, given experts on
-    a device.
-    """
+    """Return the largest possible number of rows in the blocks of a device with ``experts``."""
     rows = tokens * model.num_experts_per_tok + experts * (BLOCK - 1)
     return -(-rows // BLOCK) * BLOCK
 

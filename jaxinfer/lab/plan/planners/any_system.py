@@ -26,7 +26,7 @@ class AnySystemOptions(Options):
     """Options of ``AnySystem``.
 
     Attributes:
-        files: Run files, each with axes of its own. Their model and requests are used where ``run``
+        files: Run files, each with its own axes. Their model and requests are used where ``run``
             has none; all must have the same requests.
         axes: Axes for all files: dotted keys with lists of values.
     """

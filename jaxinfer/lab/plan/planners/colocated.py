@@ -23,15 +23,15 @@ class ColocatedOptions(Options):
     """Options of ``Colocated``.
 
     Attributes:
-        gpus: Number of GPUs by kind; a candidate uses one kind.
+        gpus: Number of GPUs of each kind; a candidate uses one kind.
         tensor_parallel, pipeline_parallel: Degrees to try for an instance.
-        engines: Sets of engine options to try, by names of your choice.
-        seqs_per_stage: Requests per stage to try: ``max_num_seqs`` divided by the stages. By
-            default ``max_num_seqs`` is that of the engine options.
-        costs: Step times by kind, as under ``simulate``. By default those of the plan file's
+        engines: Sets of engine options to try; you choose their names.
+        seqs_per_stage: Values to try for ``max_num_seqs`` divided by the number of stages. By
+            default, ``max_num_seqs`` is that of the engine options.
+        costs: Step times for each kind, as under ``simulate``. By default, those of the plan file's
             ``run``.
-        replicas: As many instances as there are GPUs for (``all``), or one.
-        system: System for several instances.
+        replicas: Number of instances: as many as fit on the GPUs (``all``), or ``one``.
+        system: System of candidates with several instances.
     """
 
     gpus: Named[int] = Field(min_length=1)

@@ -39,10 +39,10 @@ class PhaseSide(Options):
     """Instances of one phase.
 
     Attributes:
-        kind: kind of their GPUs.
+        kind: kind of the GPUs.
         most: largest number of instances.
         tensor_parallel: degrees of tensor parallelism to try.
-        engine: their engine options, in addition to the common ones.
+        engine: engine options of the instances, in addition to the common ones.
     """
 
     kind: str
@@ -134,7 +134,7 @@ def finite_rate(rate: float, requests: int, late_s: float, share: float) -> floa
 def allowances(
     targets: Targets, work: Sequence[BenchRequest]
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """Return when requests must have their first token, and their last: seconds and shares.
+    """Return the limits for the first and the last token of a request, in seconds, with shares.
 
     A percentile of all gaps does not tell which requests may wait for one of their tokens.
     """
@@ -156,7 +156,7 @@ def allowances(
 def decode_rate(
     cost: CostModel, work: Sequence[BenchRequest], most: int, entries: float, tbt_s: float | None
 ) -> float:
-    """Return requests per second of one instance that only decodes; infinite if nothing is left.
+    """Return requests per second of one instance that only decodes; infinite if none decodes.
 
     Args:
         most: largest number of sequences.

@@ -40,11 +40,11 @@ class Look:
 
 @dataclass(frozen=True)
 class Followed:
-    """The results of following a load, and of fixed placements for comparison.
+    """The results of placements that follow a load, and of fixed placements for comparison.
 
     Attributes:
-        stands: placement in each window, planned before its start.
-        looks: plan made at each window's end.
+        stands: placement used in each window, planned before its start.
+        looks: plan made at the end of each window.
         oracle: plan for each window's own requests.
         served: results of the trace with the following, the static and the oracle's placements, and
             with further run files.
@@ -119,9 +119,9 @@ class Replanner:
         self._plans: dict[int, Candidate | str] = {}
 
     def replanned(self) -> tuple[list[Candidate], list[Look]]:
-        """Return the placement in each window, and the plan made at each one's end.
+        """Return the placement in each window, and the plan made at the end of each window.
 
-        A plan is made from a window that is over, and used from then on. The first plan is made
+        A plan is made from a window that has ended, and used from then on. The first plan is made
         from the first window, and is used from the start.
 
         Raises:

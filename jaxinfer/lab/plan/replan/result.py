@@ -45,7 +45,7 @@ def rows(served: Sequence[ScheduleResult]) -> list[dict[str, Any]]:
 
 
 def table(served: Sequence[ScheduleResult]) -> Table:
-    """Return the same rows for the terminal, without most latencies."""
+    """Return the rows of the schedules for the terminal, without most latencies."""
     found = Table(box=None, pad_edge=False)
     shown = [
         {name: value for name, value in row.items() if name not in ("windows", *LATENCIES[1:])}
@@ -64,7 +64,7 @@ def _text(value: object) -> str:
 
 
 def window_rows(followed: Followed) -> list[dict[str, Any]]:
-    """Return a row for each window: its mix, its end's plan, and figures of each schedule."""
+    """Return a row for each window: its mix, the plan made at its end, and each result."""
     found = []
     for number, (window, look) in enumerate(zip(followed.windows, followed.looks, strict=True)):
         mix = window.mix

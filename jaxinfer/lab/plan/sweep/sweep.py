@@ -1,4 +1,4 @@
-"""Runs each point of a sweep with each seed, and makes their table."""
+"""Runs each point of a sweep with each seed, and makes the table of the sweep."""
 
 import gc
 import shutil
@@ -50,7 +50,7 @@ class MapPoints(Protocol):
 
 
 def figures_of(metrics: RunMetrics) -> dict[str, Any]:
-    """Return the figures of a run that are equal in each repetition on a modelled cluster."""
+    """Return the figures of a simulated run that do not differ between repetitions."""
     served = metrics.requests - metrics.failed
     found = {name: getattr(metrics, name) for name in FIGURES[1:]}
     return {"requests_s": served / metrics.wall_s if metrics.wall_s else None, **found}

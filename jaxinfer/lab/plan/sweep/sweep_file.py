@@ -37,18 +37,18 @@ class Sweep(Options):
     """A sweep file.
 
     Attributes:
-        files: Run files, each with axes of its own. Their model and workload are used unless
-            ``run`` has others.
+        files: Run files, each with its own axes. Their model and workload are used unless ``run``
+            has others.
         axes: Axes for all files: dotted keys with lists of values.
         points: Combinations of values that form no grid: dotted keys with one value each; each
             combination is used with all values of the axes.
         run: Options for all run files. Its model and workload replace those of the files.
-        seeds: Seeds of all random parts of workloads: a list, or how many. Each point is run with
-            each seed, in place of those in its run file.
-        x: Axis that pictures have as their x axis; by default the last axis with numbers. It is an
-            axis of all files, or a key of all points. Each file, with its values of the others, is
-            a line.
-        y: Figures to draw, one picture for each.
+        seeds: Seeds of all random parts of workloads: a list of seeds, or their number. Each point
+            is run with each seed, in place of those in its run file.
+        x: Axis of the sweep that is the x axis of the pictures; by default, the last axis with
+            numbers. It must be an axis of all files, or a key of all points. Each combination of a
+            file and the values of the other axes is a line.
+        y: Figures to draw, each in its own picture.
     """
 
     files: Named[Axes] = Field(min_length=1)
