@@ -28,8 +28,11 @@ class PublishedTables(Options):
             activations is then subtracted from products.
         quickest_all_reduce: Use the fastest all-reduce of all GPUs in the folder whose links are
             equally fast.
-        possible_attention: Where the measured attention of prompts exceeds the GPU's peak FLOPs,
-            use the table of another GPU in the folder with the same peak.
+        possible_attention: Replace measured attention that the GPU's peaks rule out. Where prompts
+            exceed the peak FLOPs, use the table of another GPU in the folder with the same peak.
+            Where decodes exceed the peak bandwidth, reduce them to the bandwidth that other
+            operators reach; where another GPU with the same FLOPs and no more bandwidth is faster,
+            use its decodes.
         other_heads: If an attention table lacks the model's number of heads, use a fraction of the
             heads with proportionally more sequences, or the mean of the next smaller and larger
             numbers of query heads.

@@ -60,7 +60,7 @@ VARIANTS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
     ),
     "quantization within products": (("static_scales",), ()),
     "the card's own all-reduces": ((), ("simulate.tables.quickest_all_reduce=false",)),
-    "prompts' attention that the card's peak forbids": (
+    "attention that the cards' peaks forbid": (
         (),
         ("simulate.tables.possible_attention=false",),
     ),
@@ -70,6 +70,7 @@ VARIANTS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
     "KV in 16 bits but for InferenceX": (("fp8_kv",), ()),
     "today's budget for 1.0.0rc3": (("max_num_tokens_then",), ()),
     "SGLang's prompts first for all": (("max_prefill_tokens",), ()),
+    "tables of 0.5.9 for all SGLang": (("sglang_tables",), ()),
 }
 # For each group and name: what was left out or set, to see whether it explains the error.
 ATTEMPTS: Mapping[tuple[str, str], tuple[Sequence[str], Sequence[str]]] = (

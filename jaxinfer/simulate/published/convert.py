@@ -6,6 +6,7 @@ on vectors are in no table; each takes one launch plus its bytes at the card's b
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,11 @@ from jaxinfer.simulate.published.columns import MeasuredPoints, read_measured
 from jaxinfer.simulate.published.expert_blocks import block_times
 from jaxinfer.simulate.published.files import Card, cards, find_card
 from jaxinfer.simulate.published.heads import read_attention
+from jaxinfer.simulate.published.possible import (
+    AttentionSize,
+    possible_chunks,
+    possible_decodes,
+)
 from jaxinfer.simulate.published.products import ProductTimes, without_scaling
 
 # vLLM replays a graph for up to this many tokens; above, it launches each operator.
@@ -34,8 +40,8 @@ class Wanted:
         kv: format of KV.
         static_scales: whether the checkpoint has scales of activations, so that none is computed.
         quickest_all_reduce: whether to use the fastest all-reduce among cards with the same link.
-        possible_attention: whether to replace a table of prompt attention that exceeds the card's
-            peak by that of a card with the same peak.
+        possible_attention: whether to correct attention that the cards' peak FLOPs and bandwidths
+            rule out.
         other_heads: whether attention of other numbers of heads may stand for a number that a table
             lacks.
         small_operators: whether to include operators on vectors.
@@ -121,27 +127,32 @@ def _add_attention(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
         path = of.file(name, wanted.backend, wanted.version)
         return _over_layers(path, model, only, wanted.other_heads)
 
-    name = "context_attention_perf"
-    chunks, decodes = read(name, card), read("generation_attention_perf", card)
-    if wanted.possible_attention and not _is_possible(chunks, wanted, card.flops):
-        others = (
-            read(name, each)
-            for each in cards(wanted.folder)
-            if each.flops == card.flops and wanted.version in each.versions(name, wanted.backend)
+    prompts, answers = "context_attention_perf", "generation_attention_perf"
+    chunks, decodes = read(prompts, card), read(answers, card)
+    if wanted.possible_attention:
+        size = ITEMSIZE if wanted.kv == "bfloat16" else 1
+        full = 1 - model.windowed_layers / model.num_hidden_layers
+        of = AttentionSize(queries, model.head_size, 2 * keys * model.head_size * size, full)
+        chunks = possible_chunks(
+            chunks, partial(read, prompts), _others(wanted, card, prompts), of, card
         )
-        possible = [each for each in others if _is_possible(each, wanted, card.flops)]
-        if not possible:
-            raise JaxinferError(
-                f"{chunks.path}: prompts take less than the card's peak FLOPs allow, and no card "
-                "of the folder has the same peak and another table: take another version, or "
-                "possible_attention: false"
-            )
-        chunks = possible[0]
+        decodes = possible_decodes(
+            decodes, partial(read, answers), _others(wanted, card, answers), of, card
+        )
     found.files += [str(chunks.path), str(decodes.path)]
     for (batch, length, _), ms in zip(chunks.points.tolist(), chunks.ms.tolist(), strict=True):
         found.chunks.setdefault((batch * length, length / 2), ms * 1e3)
     for (batch, length, step), ms in zip(decodes.points.tolist(), decodes.ms.tolist(), strict=True):
         found.decodes[batch, length + step] = ms * 1e3
+
+
+def _others(wanted: Wanted, card: Card, table: str) -> list[Card]:
+    """Return the folder's other cards that have a table."""
+    return [
+        each
+        for each in cards(wanted.folder)
+        if each.name != card.name and wanted.version in each.versions(table, wanted.backend)
+    ]
 
 
 def _over_layers(
@@ -160,15 +171,6 @@ def _over_layers(
     whole = dict(zip(map(tuple, read.points.tolist()), read.ms.tolist(), strict=True))
     ms = [(1 - share) * whole[at] + share * windowed[at] for at in both]
     return MeasuredPoints(path, np.array(both), np.array(ms))
-
-
-def _is_possible(chunks: MeasuredPoints, wanted: Wanted, flops: float) -> bool:
-    """Tell whether prompt attention stays below the peak, at 4 FLOPs per pair and number."""
-    batch, length, _ = chunks.points.T
-    full = 1 - wanted.model.windowed_layers / wanted.model.num_hidden_layers
-    pairs = full * batch * length * (length + 1) / 2
-    least = 4 * pairs * wanted.heads[0] * wanted.model.head_size / flops
-    return bool((chunks.ms * 1e-3 >= least).all())
 
 
 def _add_products(found: OperatorPoints, wanted: Wanted, card: Card) -> None:

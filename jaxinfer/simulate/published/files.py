@@ -33,6 +33,7 @@ class Card:
     Attributes:
         name: name of its folder, such as ``h100_sxm``.
         bandwidth: bytes per second that an operator on vectors reaches.
+        peak_bandwidth: bytes per second of the memory.
         launch_s: seconds added for the launch of such an operator.
         link: bytes per second between the cards of a node, in each direction.
         flops: peak bfloat16 FLOPs per second; infinite if the file does not say.
@@ -43,6 +44,7 @@ class Card:
     folder: Path
     name: str
     bandwidth: float
+    peak_bandwidth: float
     launch_s: float
     link: float
     flops: float
@@ -136,6 +138,7 @@ def _read_card(path: Path) -> Card:
         gpu, node = read["gpu"], read["node"]
         numbers = (
             float(gpu["mem_bw"]) * float(gpu["mem_bw_empirical_scaling_factor"]),
+            float(gpu["mem_bw"]),
             float(gpu["mem_empirical_constant_latency"]),
             float(node["intra_node_bw"]),
             float(gpu.get("bfloat16_tc_flops", math.inf)),
@@ -147,7 +150,7 @@ def _read_card(path: Path) -> Card:
             f"{path}: must have gpu.mem_bw, gpu.mem_bw_empirical_scaling_factor, "
             "gpu.mem_empirical_constant_latency and node.intra_node_bw, all numbers"
         ) from None
-    if min(numbers[0], numbers[2]) <= 0 or not 0 <= numbers[1] < 0.1:
+    if min(numbers[0], numbers[1], numbers[3]) <= 0 or not 0 <= numbers[2] < 0.1:
         raise JaxinferError(
             f"{path}: bandwidths must be greater than 0 and mem_empirical_constant_latency seconds "
             "below 0.1"

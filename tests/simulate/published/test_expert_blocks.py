@@ -117,7 +117,7 @@ def test_deep_gemm_adds_to_a_step_what_was_measured() -> None:
 
     Measured by vllm-project/recipes, pull request 112. Without, 10 tokens take 118 us by moe_perf.
     """
-    card = Card(Path(), "h100_sxm", 0.8 * 3.35e12, 3e-6, 4.5e11, 9.89e14, True, ())
+    card = Card(Path(), "h100_sxm", 0.8 * 3.35e12, 3.35e12, 3e-6, 4.5e11, 9.89e14, True, ())
     model = ModelShape(
         hidden_size=3072,
         intermediate_size=1536,
