@@ -1,9 +1,11 @@
 """Figures of a run, from its requests and its steps."""
 
+import math
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from jaxinfer.hardware.efficiency import Efficiency
@@ -11,6 +13,9 @@ from jaxinfer.report.latencies import Latencies, LatencyTotals
 from jaxinfer.report.steady_rate import SteadyRate
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone
+
+# As many changes of pages in use are kept until they are brought into the order of time.
+_NOTES = 2**16
 
 
 @dataclass(slots=True)
@@ -21,13 +26,16 @@ class InstanceTotals:
         first_step: start of the first step.
         last_step: end of the last step.
         busy_s: time in which some step ran.
-        pages_in_use: number of pages in use when the last step was launched.
+        pages_in_use: number of pages in use when the last step was launched that is in
+            ``RunTotals.pages_in_use``.
+        pages_noted: the same for the last step.
     """
 
     first_step: float
     last_step: float
     busy_s: float = 0.0
     pages_in_use: int = 0
+    pages_noted: int = 0
 
 
 @dataclass
@@ -40,8 +48,9 @@ class RunTotals:
         decode_tokens: number of computed decode tokens, including recomputed ones.
         pairs: number of pairs of a computed token and a KV entry that it sees.
         instances: instances that have had a step.
-        pages_in_use: pages in use of all instances, each when its last step was launched.
-        peak_pages: largest value of ``pages_in_use``.
+        pages_in_use: pages in use of all instances, each when its last step was launched; it is
+            up to date after ``count_pages``.
+        peak_pages: largest value of ``pages_in_use`` after all steps that end at one time.
         prompt_tokens, cached_tokens, output_tokens, latencies: values of prompts that have not
             failed; see ``RunMetrics``.
     """
@@ -59,6 +68,9 @@ class RunTotals:
     output_tokens: int = 0
     latencies: LatencyTotals = field(default_factory=LatencyTotals)
     course: SteadyRate = field(default_factory=SteadyRate)
+    _pages_at: float = 0.0
+    # Ends of steps, their instances, and the pages in use when they were launched; not by time.
+    _notes: list[tuple[float, InstanceTotals, int]] = field(default_factory=list)
 
     def add_step(self, done: StepDone) -> None:
         """Count one step."""
@@ -80,7 +92,6 @@ class RunTotals:
         self, instance: str, start: float, end: float, decodes: int, context: int, pages: int
     ) -> None:
         """Count one step that only decodes; its decodes see ``context`` KV entries."""
-        # Runs in each of a simulation's steps, so it is written for speed.
         self.steps += 1
         self.decode_tokens += decodes
         self.pairs += context
@@ -91,17 +102,72 @@ class RunTotals:
         last = totals.last_step
         totals.busy_s += end - (start if start > last else last)
         totals.last_step = end
-        if more := pages - totals.pages_in_use:
-            totals.pages_in_use += more
-            self.pages_in_use += more
-            if self.pages_in_use > self.peak_pages:
-                self.peak_pages = self.pages_in_use
+        if pages != totals.pages_noted:
+            totals.pages_noted = pages
+            self._notes.append((end, totals, pages))
+            if len(self._notes) > _NOTES:
+                self.count_pages(end)
+
+    def add_run(
+        self,
+        instance: str,
+        start: float,
+        ends: Sequence[float],
+        decodes: int,
+        context: int,
+        pages: int,
+        changes: Iterable[tuple[float, int]] = (),
+    ) -> None:
+        """Count steps of the same decodes that follow each other.
+
+        Other instances' steps that end before them may be counted later.
+
+        Args:
+            start: start of the first one, which sees ``context`` KV entries.
+            pages: pages in use when it was launched.
+            changes: ends of further ones, and the pages in use when these were launched.
+        """
+        # Most of a simulation's steps are counted here, so it is written for speed.
+        count = len(ends)
+        self.steps += count
+        self.decode_tokens += count * decodes
+        self.pairs += count * context + decodes * (count * (count - 1) // 2)
+        totals = self.instances[instance]
+        last, busy_s = totals.last_step, totals.busy_s
+        if start > last:
+            last = start
+        for end in ends:
+            busy_s += end - last
+            last = end
+        totals.last_step, totals.busy_s = last, busy_s
+        if pages != totals.pages_noted:
+            totals.pages_noted = pages
+            self._notes.append((ends[0], totals, pages))
+        for end, used in changes:
+            totals.pages_noted = used
+            self._notes.append((end, totals, used))
+
+    def count_pages(self, until: float = math.inf) -> None:
+        """Bring ``pages_in_use`` and ``peak_pages`` up to date, as of a time."""
+        notes, self._notes = sorted(self._notes, key=itemgetter(0)), []
+        for number, (end, totals, pages) in enumerate(notes):
+            if end > until:
+                self._notes = notes[number:]
+                break
+            if end != self._pages_at:
+                self._pages_at = end
+                self.peak_pages = max(self.peak_pages, self.pages_in_use)
+            self.pages_in_use += pages - totals.pages_in_use
+            totals.pages_in_use = pages
+        if until == math.inf:
+            self.peak_pages = max(self.peak_pages, self.pages_in_use)
 
     def lose_instance(self, name: str) -> None:
         """Stop counting the pages of a lost instance."""
+        self.count_pages()
         if totals := self.instances.get(name):
             self.pages_in_use -= totals.pages_in_use
-            totals.pages_in_use = 0
+            totals.pages_in_use = totals.pages_noted = 0
 
     def add_prompt(self, ended: Sequence[tuple[RequestState, Sequence[float]]]) -> None:
         """Count one prompt with all its continuations and the times of their tokens."""
@@ -239,6 +305,7 @@ def run_metrics(
         efficiency: known figures of the model and the GPUs.
         given: fields of ``RunMetrics`` that do not follow from requests and steps.
     """
+    totals.count_pages()
     steady = totals.course.steady()
     known = efficiency or Efficiency()
     tokens = totals.prefill_tokens + totals.decode_tokens

@@ -42,6 +42,7 @@ class Assignments:
         unrouted: requests that the system has yet to route.
         changed: instances whose state has changed since their last batch was requested.
         sends_along: whether some leg requires its KV to be sent while it is computed.
+        sends: whether KV may have been sent from one instance to another.
         on_legs: called with a request that has new legs.
         on_preempt: called with an instance's name and a request that will lose its pages there.
         on_role: called with an instance's name and its new role.
@@ -61,6 +62,7 @@ class Assignments:
         self.unrouted: dict[str, RequestState] = {}
         self.changed: dict[str, None] = {}
         self.sends_along = False
+        self.sends = any(instance.options.tier for instance in self.instances.values())
         self.on_legs: Callable[[RequestState], None] = lambda request: None
         self.on_preempt: Callable[[str, RequestState], None] = lambda name, request: None
         self.on_role: Callable[[str, str], None] = lambda name, role: None
@@ -233,6 +235,7 @@ class Assignments:
         request.legs = legs
         self.on_legs(request)
         if assignment.fetch_from:
+            self.sends = True
             with suppress(LostInstance):
                 source = self._instance(assignment.fetch_from)
                 if self.hand_offs.has_more(request, source):
@@ -254,6 +257,7 @@ class Assignments:
         for leg in legs:
             self._instance(leg.instance)
             self.sends_along |= leg.hand_off == "per_segment"
+            self.sends |= leg.until is not None
             if leg.until is not None and leg.until <= reached:
                 continue
             if not left or left[-1].until is not None:

@@ -34,6 +34,7 @@ class Hooks:
         finishes: whether it defines ``on_finish``.
         places: whether it defines ``place``.
         makes_room: whether it defines ``make_room``.
+        only_routes: whether it decides nothing except where requests go that wait for it.
     """
 
     def __init__(self, system: System) -> None:
@@ -44,6 +45,8 @@ class Hooks:
         self.steps = kind.on_step is not System.on_step
         self.leg_ends = kind.on_leg_end is not System.on_leg_end
         self.finishes = kind.on_finish is not System.on_finish
+        hears = self.steps or self.leg_ends or self.finishes or self.places or self.makes_room
+        self.only_routes = not hears and system.tick_interval is None
 
     def route(self, unrouted: Collection[RequestState], view: ClusterView) -> Iterable[Assignment]:
         """Ask where to send requests."""

@@ -35,7 +35,7 @@ class Runs(Protocol):
 
     def give(self, instance: Instance) -> None: ...  # noqa: D102
 
-    def go_on(self) -> None: ...  # noqa: D102
+    def go_on(self, apart: bool) -> None: ...  # noqa: D102
 
 
 class ServingLoop:
@@ -92,7 +92,9 @@ class ServingLoop:
         idle_ticks = 0
         while True:
             if self._runs and not self.assignments.unrouted:
-                self._runs.go_on()
+                # Until a request comes, each instance then changes by its own steps alone.
+                apart = self._hooks.only_routes and not self.assignments.sends
+                self._runs.go_on(apart)
             events = self.world.due_events()
             for event in events:
                 self._apply(event)

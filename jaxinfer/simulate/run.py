@@ -126,7 +126,8 @@ def serve(
         ledger = recorder.ledger
         seen = ledger.around(world) if ledger else world
         looks = run_dir or on_step or any(each.measured for each in modelled.values())
-        runs = DecodeRuns(world, seen, on_event, None if looks else recorder.totals.add_decodes)
+        totals, alone = recorder.totals, not (waiting or uses)
+        runs = DecodeRuns(world, seen, on_event, None if looks else totals.add_run, alone)
         given = requests.check_stop, on_finish, on_event, requests.predict, None
         loop = ServingLoop(seen, instances, system, *given, runs if in_runs else None)
         if ledger:

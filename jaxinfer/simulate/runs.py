@@ -1,11 +1,14 @@
 """Runs of decodes in virtual time: successive steps of an instance, launched without the loop.
 
-The end of each step stays an event in the world's heap, so the order of events is unchanged. Only
-calls of the loop, the policies and the system that would change nothing are skipped.
+Calls of the loop, the policies and the system that would change nothing are skipped. If other
+events may concern an instance, its run stops before each of them. If its own steps are all that
+changes an instance until the next request arrives, its run goes on until then. The instance is then
+ahead of the loop's time, but the loop does not look at it before that arrival.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from heapq import heappop, heapreplace
+from typing import Any
 
 from jaxinfer.serving.batch import Batch
 from jaxinfer.serving.features.decode_group import DecodeGroup
@@ -14,8 +17,8 @@ from jaxinfer.serving.world import Event, StepDone, World
 from jaxinfer.simulate.costs.model import CostModel, decode_seconds
 from jaxinfer.simulate.world import SimulatedWorld
 
-# As ``RunTotals.add_decodes``.
-CountDecodes = Callable[[str, float, float, int, int, int], None]
+# As ``RunTotals.add_run``.
+CountRun = Callable[[str, float, Sequence[float], int, int, int, Sequence[tuple[float, int]]], None]
 
 
 class _Run:
@@ -26,10 +29,9 @@ class _Run:
     ) -> None:
         self.group, self.cost, self.free = group, cost, free
         (self.device,) = free
-        self.asks_spans = instance.asks_spans
+        self.asks_spans, self.single = instance.asks_spans, instance.options.max_in_flight == 1
         self.name, self.rows = instance.name, len(group.active)
         self.pool = instance.kv.shards[0].pool
-        self.seconds: Callable[[int], float] | None = None
 
     def __call__(self, start: float, end: float, context: int, pages: int) -> StepDone:
         """The end of a step that was only counted so far."""
@@ -43,6 +45,9 @@ class DecodeRuns:
 
     Steps that have ended are passed to ``count`` or, if someone observes each step, to
     ``on_event``.
+
+    Args:
+        alone: whether no request arrives because another one has ended.
     """
 
     def __init__(
@@ -50,10 +55,14 @@ class DecodeRuns:
         world: SimulatedWorld,
         seen: World,
         on_event: Callable[[Event], None],
-        count: CountDecodes | None,
+        count: CountRun | None,
+        alone: bool,
     ) -> None:
         self._world, self._seen, self._on_event, self._count = world, seen, on_event, count
+        self._alone = alone
         self._runs: dict[str, _Run] = {}
+        # By instance and number of decodes.
+        self._seconds: dict[tuple[str, int], Callable[[int], float]] = {}
 
     def give(self, instance: Instance) -> None:
         """Replace an instance's run of steps after the instance has changed."""
@@ -64,66 +73,79 @@ class DecodeRuns:
         else:
             self._runs.pop(name, None)
 
-    def go_on(self) -> None:
-        """Run such steps until another event is due, possibly at the same time."""
-        # Most of a simulation's time is here: what is looked up twice has a name.
-        heap, order, until = self._world.heap, self._world.order, self._world.next_other()
-        runs, count, several, many = self._runs, self._count, len(heap) > 1, len(heap) > 2
-        together = 0
+    def go_on(self, apart: bool) -> None:
+        """Run such steps until another event is due, possibly at the same time.
+
+        Args:
+            apart: whether only its own steps change an instance until the next request arrives.
+        """
+        heap, until = self._world.heap, self._world.next_other()
+        apart = apart and self._alone and self._count is not None
         while heap:
-            first = heap[0]
-            end, _, step = first[:3]
-            if end >= until:
+            entry, limit = heap[0], until
+            for other in () if apart else heap[1:3]:
+                limit = min(limit, other[0])
+            if entry[0] >= limit:
                 return
-            if together:
-                together -= 1
-            elif (several and heap[1][0] == end) or (many and heap[2][0] == end):
-                together = self._together(end) - 1
-                if together < 0:
-                    return
-            run = self._run_of(step)
+            step = entry[4]
+            run = self._runs.get(step.name) if type(step) is _Run else self._run_of(step)
             if run is None:
                 return
-            span = run.group.span() if run.asks_spans else None
-            context = run.group.go_on(end)
-            if context is None:
-                del runs[run.name]
+            one_by_one = self._count is None or run.asks_spans
+            if not (self._take_step(run, entry) if one_by_one else self._take(run, entry, limit)):
+                del self._runs[run.name]
                 return
-            if type(step) is _Run:
-                assert count
-                count(step.name, first[3], end, step.rows, first[5], first[6])
-            else:
-                self._on_event(step)
-            pages = run.pool.num_usable - run.pool.num_free
-            if count is None or span:
-                heappop(heap)
-                self._world.time, name, rows = end, run.name, run.rows
-                spans = [span] if span else None
-                self._seen.launch(Batch(name, [], 0, rows, pages, rows, context, spans=spans))
-                continue
-            if run.seconds is None:
-                run.seconds = decode_seconds(run.cost, run.rows)
-            if (start := run.free[run.device]) < end:
-                start = end
-            run.free[run.device] = after = start + run.seconds(context)
-            heapreplace(heap, (after, next(order), run, start, after, context, pages))
+
+    def _take(self, run: _Run, entry: tuple[Any, ...], until: float) -> bool:
+        """Take steps of a run, and count them; return False if there is none."""
+        end, _, number, _, step, *then = entry
+        name, rows = key = run.name, run.rows
+        seconds = self._seconds.get(key)
+        if seconds is None:
+            seconds = self._seconds[key] = decode_seconds(run.cost, rows)
+        free = run.free[run.device]
+        ends, start, after, context, taken = run.group.go_on(
+            end, free, until if run.single else end, seconds
+        )
+        if not ends:
+            return False
+        run.free[run.device] = after
+        last, count = ends[-1], len(ends)
+        pages: Sequence[tuple[float, int]] = ()
+        if count > 1 and taken:
+            pages = [(ends[ended], used) for ended, used in taken if ended < count]
+        assert self._count
+        if type(step) is _Run:
+            began, _, seen, used = then
+            self._count(name, began, ends, rows, seen, used, pages)
+        else:
+            self._on_event(step)
+            if count > 1:
+                seen, used = context - rows * (count - 1), step.batch.pages_in_use
+                self._count(name, end, ends[1:], rows, seen, used, pages)
+        used = run.pool.num_usable - run.pool.num_free
+        order = next(self._world.order)
+        heapreplace(
+            self._world.heap, (after, last, number, order, run, start, after, context, used)
+        )
+        return True
+
+    def _take_step(self, run: _Run, entry: tuple[Any, ...]) -> bool:
+        """Take one step of a run, and let it be looked at; return False if there is none."""
+        end, step = entry[0], entry[4]
+        spans = [run.group.span()] if run.asks_spans else None
+        ends, _, _, context, _ = run.group.go_on(end, end, end, lambda context: 0.0)
+        if not ends:
+            return False
+        self._on_event(step)
+        heappop(self._world.heap)
+        self._world.time, name, rows = end, run.name, run.rows
+        pages = run.pool.num_usable - run.pool.num_free
+        self._seen.launch(Batch(name, [], 0, rows, pages, rows, context, spans=spans))
+        return True
 
     def _run_of(self, step: object) -> _Run | None:
-        """Return the run of the instance whose step this is, if it has one."""
-        if type(step) is _Run:
-            return self._runs.get(step.name)
+        """Return the run of the instance whose first step this is, if it has one."""
         if type(step) is StepDone and not step.rows:
             return self._runs.get(step.instance)
         return None
-
-    def _together(self, end: float) -> int:
-        """Return the number of steps that end now, if each is followed by such a step, else 0.
-
-        The loop ends all of them before it launches any, which only observers can tell apart from
-        one after the other.
-        """
-        found = [self._run_of(entry[2]) for entry in self._world.heap if entry[0] == end]
-        distinct = len({id(run) for run in found}) == len(found)
-        if self._count and distinct and all(run and run.group.goes_on() for run in found):
-            return len(found)
-        return 0

@@ -55,8 +55,11 @@ class SimulatedWorld:
         self._num_added = 0
         self.time = start
         self.order = itertools.count()
-        # A time, a number, and an event, or what is called for it with the rest.
+        # Steps that end at one time follow each other by their launch, then by their instance. Each
+        # entry has its time, when it was put here, its instance's number, its own number, and an
+        # event, or what is called for it with the rest.
         self.heap: list[tuple[Any, ...]] = []
+        self.numbers = {name: number for number, name in enumerate(self._instances)}
         self._joint = cluster.joint.own if cluster.joint else {}
         self._rounds = JointRounds(cluster.joint) if cluster.joint else None
         # The times at which each device of an instance has done its work.
@@ -113,7 +116,7 @@ class SimulatedWorld:
             stages.append((start, end))
         tokens = [0] * work.sampled
         done = StepDone(batch, tokens, stages[0][0], stages[-1][1], stages=stages)
-        self._at(done.end, done)
+        self._at(done.end, done, self.numbers[batch.instance])
         for transfer in batch.transfers:
             self._send(transfer, stages, instance.segments)
 
@@ -134,7 +137,8 @@ class SimulatedWorld:
             start, end = stages[lane.stage]
             for piece in range(1, segments + 1):
                 leaves = start + (end - start) * piece / segments
-                self._at(leaves, partial(self._start_lane, moving, lane, segments))
+                here = self.numbers[transfer.source]
+                self._at(leaves, partial(self._start_lane, moving, lane, segments), here)
 
     def _lanes_of(self, transfer: Transfer) -> Sequence[StagePath]:
         if move := transfer.slice_move:
@@ -174,7 +178,7 @@ class SimulatedWorld:
         events: list[Event] = []
         if self._rounds:  # Everything that can be launched at this time has been launched.
             for done in self._rounds.begin(self.time):
-                self._at(done.end, done)
+                self._at(done.end, done, self.numbers[done.batch.instance])
         while not events and (time := self._next_time()) < math.inf:
             assert time >= self.time, "time runs back"
             self.time = time
@@ -184,7 +188,7 @@ class SimulatedWorld:
             for moving, lane in self._network.take_ended(time):
                 self._at(time + lane.latency_s, partial(self._land, moving))
             while self.heap and self.heap[0][0] <= time:
-                _, _, happens, *rest = heapq.heappop(self.heap)
+                _, _, _, _, happens, *rest = heapq.heappop(self.heap)
                 event = happens(*rest) if callable(happens) else happens
                 if event is not None:
                     events.append(event)
@@ -212,5 +216,7 @@ class SimulatedWorld:
             return None
         return self._instances[name].cost, free
 
-    def _at(self, time: float, happens: Event | Callable[[], Event | None]) -> None:
-        heapq.heappush(self.heap, (time, next(self.order), happens))
+    def _at(
+        self, time: float, happens: Event | Callable[[], Event | None], number: int = -1
+    ) -> None:
+        heapq.heappush(self.heap, (time, self.time, number, next(self.order), happens))

@@ -41,19 +41,43 @@ def step(
 def test_totals_of_steps() -> None:
     totals = RunTotals()
     for each in (
-        step("a", 100, 30, 5),
-        step("b", 8, 8, 4),
-        step("a", 50, 0, 2),
-        step("b", 3, 1, 5),
+        step("a", 100, 30, 5, end=1.0),
+        step("b", 8, 8, 4, end=1.5),
+        step("a", 50, 0, 2, end=2.0),
+        step("b", 3, 1, 5, end=2.5),
     ):
         totals.add_step(each)
     assert (totals.steps, totals.prefill_tokens, totals.decode_tokens) == (4, 122, 39)
+    totals.count_pages()
     # At most nine at once: five of a's and four of b's.
     assert totals.peak_pages == 9
     assert totals.pages_in_use == 2 + 5
     # A chunk of 70 after one entry: 2 + 3 + ... + 71; then one of 50, and one of 2.
     chunks = sum(range(2, 72)) + sum(range(2, 52)) + 2 + 3
     assert totals.pairs == 3 * 39 + chunks
+
+
+def test_pages_count_in_the_order_of_the_ends_of_steps() -> None:
+    """A run of a's ends at 4, with 9 pages from 2 and 3 from 4 on; steps of b are counted later."""
+    totals = RunTotals()
+    totals.add_step(step("a", 1, 1, 1))
+    totals.add_run("a", 1.0, [2.0, 3.0, 4.0], 1, 7, 9, [(4.0, 3)])
+    totals.add_step(step("b", 1, 1, 2, start=1.0, end=1.5))
+    totals.add_step(step("b", 1, 1, 4, start=1.5, end=2.5))
+    totals.add_step(step("b", 1, 1, 20, start=2.5, end=4.0))
+    totals.count_pages()
+    # Of all that changes at 4, only the sum afterwards counts.
+    assert (totals.pages_in_use, totals.peak_pages) == (3 + 20, 23)
+    totals.add_step(step("b", 1, 1, 0, start=4.0, end=5.0))
+    assert (totals.steps, totals.decode_tokens, totals.pairs) == (8, 8, 5 * 3 + 7 + 8 + 9)
+    assert totals.instances["a"].busy_s == 4.0
+    totals = RunTotals()
+    totals.add_step(step("a", 1, 1, 1))
+    totals.add_run("a", 1.0, [2.0, 3.0], 1, 7, 9, [(3.0, 0)])
+    totals.add_step(step("b", 1, 1, 2, start=1.0, end=1.5))
+    totals.add_step(step("b", 1, 1, 4, start=1.5, end=3.5))
+    totals.count_pages()
+    assert totals.peak_pages == 9 + 2
 
 
 def test_a_lost_instance_has_no_pages_in_use() -> None:
@@ -64,9 +88,11 @@ def test_a_lost_instance_has_no_pages_in_use() -> None:
         totals.add_step(step("a", 1, 1, 100))
         for lost in ("a", "a", "never ran"):
             recorder.add_event(InstanceLost(lost, "killed"), loop)
-        totals.add_step(step("b", 1, 1, 80))
+        totals.add_step(step("b", 1, 1, 80, end=2.0))
+        totals.count_pages()
         assert (totals.pages_in_use, totals.peak_pages) == (80, 100)
-        totals.add_step(step("a", 1, 1, 30))  # It is back.
+        totals.add_step(step("a", 1, 1, 30, end=3.0))  # It is back.
+    totals.count_pages()
     assert (totals.pages_in_use, totals.peak_pages) == (110, 110)
 
 

@@ -13,13 +13,13 @@ from jaxinfer.serving.world import StepDone
 HOLD: Any = SimpleNamespace(kv=SimpleNamespace(is_spread=False))
 
 
-def step(instance: str, pages: int, *rows: tuple[int, int]) -> StepDone:
+def step(instance: str, pages: int, *rows: tuple[int, int], end: float = 1.0) -> StepDone:
     """Rows of entries before them and tokens; prompts have 10."""
     made = [
         Row(RequestState(str(i), 10, 9), start, count, True, False, 0, HOLD)
         for i, (start, count) in enumerate(rows)
     ]
-    return StepDone(Batch(instance, made, 0, 0, pages), [0] * len(made), 0.0, 1.0)
+    return StepDone(Batch(instance, made, 0, 0, pages), [0] * len(made), 0.0, end)
 
 
 def request(arrival: float, output: int, cached: int | None = None) -> RequestState:
@@ -33,9 +33,10 @@ def test_steps_and_requests_add_up() -> None:
     totals = RunTotals()
     # Two decodes beside a chunk of 6; a prompt's last token alone is none; pages of both.
     totals.add_step(step("a", 5, (11, 1), (12, 1), (0, 6)))
-    totals.add_step(step("b", 4, (9, 1)))
-    totals.add_step(step("a", 1, (10, 1)))
-    totals.add_step(step("b", 6, (0, 10)))
+    totals.add_step(step("b", 4, (9, 1), end=1.25))
+    totals.add_step(step("a", 1, (10, 1), end=1.5))
+    totals.add_step(step("b", 6, (0, 10), end=1.75))
+    totals.count_pages()
     assert (totals.steps, totals.decode_tokens, totals.prefill_tokens) == (4, 3, 17)
     assert totals.pages_in_use == 1 + 6
     assert totals.peak_pages == 9

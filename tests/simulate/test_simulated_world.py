@@ -1,7 +1,7 @@
 """The simulated world by itself: ends of steps and landings of KV, by hand."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -160,14 +160,14 @@ def test_what_exists_leaves_at_once_and_has_landed_with_its_last_lane() -> None:
 
 
 def test_all_that_happens_at_one_moment_comes_together() -> None:
-    """Arrivals first, whatever was known first; then in the order in which it was asked for."""
+    """Arrivals first, whatever was known first; then ticks, then steps."""
     arriving = [request("a", 1.0), request("b", 3.0), request("c", 3.0), request("d", 4.0)]
     modelled = world(Given((3.0,)), requests=arriving)
     modelled.launch(batch(1))
     modelled.wake_at(3.0)
     assert modelled.arrivals_left()
     assert modelled.due_events() == [Arrival(arriving[0])]
-    first, second, done, tick = modelled.due_events()
+    first, second, tick, done = modelled.due_events()
     assert (first, second) == (Arrival(arriving[1]), Arrival(arriving[2]))
     assert isinstance(done, StepDone)
     assert tick == Tick()
@@ -175,6 +175,20 @@ def test_all_that_happens_at_one_moment_comes_together() -> None:
     assert modelled.due_events() == [Arrival(arriving[3])]
     assert not modelled.arrivals_left()
     assert modelled.due_events() == []
+
+
+def test_steps_that_end_at_one_time_come_by_launch_then_by_instance() -> None:
+    names = ("a", "b", "c")
+    costs = {"a": Given((2.0,)), "b": Given((2.0,)), "c": Given((3.0,))}
+    ones, devices = dict.fromkeys(names, 1), dict.fromkeys(names, (0,))
+    modelled = modelled_world(costs, ones, devices, {}, {}, [])
+    for name in reversed(names):
+        modelled.launch(replace(batch(1), instance=name))
+        if name == "c":
+            modelled.wake_at(1.0)
+            assert modelled.due_events() == [Tick()]
+    ended = [event.instance for event in modelled.due_events() if isinstance(event, StepDone)]
+    assert ended == ["c", "a", "b"]
 
 
 def test_kv_that_cannot_go_is_refused() -> None:

@@ -150,7 +150,7 @@ class MeasuredWorld(SimulatedWorld):
             self._then(when, event)
 
     def _then(self, when: When, happens: Any) -> None:
-        heapq.heappush(self.heap, (*when, happens))
+        heapq.heappush(self.heap, (*when, 0, 0, happens))
 
     def launch(self, batch: Batch) -> None:
         """Start a step, which ends at the recorded time, or never if the real step was lost."""

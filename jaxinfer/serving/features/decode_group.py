@@ -178,38 +178,56 @@ class DecodeGroup:
         self._launched += 1
         return rows, context
 
-    def go_on(self, end: float) -> int | None:
-        """End the oldest step in flight and launch the next one, if it has the same members.
+    def go_on(
+        self, end: float, free: float, until: float, seconds: Callable[[int], float]
+    ) -> tuple[list[float], float, float, int, list[tuple[int, int]]]:
+        """End the oldest step in flight and launch the next one, while it has the same members.
 
-        Returns the KV entries that the next step's rows see. If the next step has other members,
-        nothing changes, and None is returned. Only for groups with a ``pool``.
+        Only for groups with a ``pool`` whose instance has a device of its own.
+
+        Args:
+            end: end of the oldest step in flight.
+            free: time at which the device will have finished all launched steps.
+            until: stop after a launched step that ends at this time or later. With several steps
+                in flight, give ``end``: one step is then launched.
+            seconds: returns the time of a step from the KV entries that its rows see.
+
+        Returns:
+            The ends of the steps that ended. Start, end and KV entries of the last launched step.
+            For each launched step that took pages: how many steps had ended, and the pages in use.
         """
-        if not self.goes_on():
-            return None
-        number, launched, turns = self._committed, self._launched, self._turns
-        self._note_end(end)
-        if self._keep and (turns[(number + 1) % len(turns)] or self._retired):
-            for member in self._filling(number):
-                self._keep(member.request)
-        if growing := len(turns[launched % len(turns)]):
-            assert self._pool
-            self._pool.take(growing)
-        context = self._context
-        self._context = context + len(self.active)
-        self._launched = launched + 1
-        return context
-
-    def goes_on(self) -> bool:
-        """Tell whether the step after the oldest one in flight has its members, and has room."""
-        launched, turns = self._launched, self._turns
-        assert self._pool
-        return not (
-            self._ends.get(self._committed)
-            or self._last_launches.get(launched - 1)
-            or self._left
-            or launched < self._even_from
-            or len(turns[launched % len(turns)]) > self._pool.num_free
-        )
+        ends: list[float] = []
+        taken: list[tuple[int, int]] = []
+        start, context, total = end, 0, self._context
+        # Most of a simulation's time is here: what is looked up twice has a name.
+        number, launched, rows = self._committed, self._launched, len(self.active)
+        stops, last_launches, times, pool = self._ends, self._last_launches, self._times, self._pool
+        turns, size, keep = self._turns, len(self._turns), self._keep
+        assert pool
+        if self._left or launched < self._even_from:
+            return ends, start, end, context, taken
+        while not ends or end < until:
+            growing = len(turns[launched % size])
+            if stops.get(number) or last_launches.get(launched - 1) or growing > pool.num_free:
+                break
+            ends.append(end)
+            times.append(end)
+            number += 1
+            if len(times) == _TIMES_KEPT or (keep and (turns[number % size] or self._retired)):
+                self._committed, self._launched = number, launched
+                self._hand_out_times()
+                for member in self._filling(number - 1) if keep else ():
+                    assert keep
+                    keep(member.request)
+            if growing:
+                pool.take(growing)
+                taken.append((len(ends), pool.num_usable - pool.num_free))
+            launched += 1
+            context, total = total, total + rows
+            start = free if free > end else end
+            end = free = start + seconds(context)
+        self._committed, self._launched, self._context = number, launched, total
+        return ends, start, end, context, taken
 
     def ending(self) -> list[RequestState]:
         """Return the requests that end with the oldest step in flight and must leave the group."""
@@ -249,11 +267,13 @@ class DecodeGroup:
 
     def _note_end(self, end: float) -> None:
         self._committed += 1
-        times = self._times
-        times.append(end)
-        if len(times) == _TIMES_KEPT:
+        self._times.append(end)
+        self._hand_out_times()
+
+    def _hand_out_times(self) -> None:
+        if len(self._times) == _TIMES_KEPT:
             self.settle()
-            times.clear()
+            self._times.clear()
             self._oldest = self._committed
 
     def leave(self, request: RequestState) -> None:
