@@ -11,6 +11,7 @@ JAX_VERSIONS := 0.10.2 0.11.2 0.12.0.1
 PYTHON312 ?= python3.12
 # What a GPU machine is expected to have.
 CUDA_JAX := 0.11.2
+CUDA_VENV = build/jax-cuda-$(CUDA_JAX)
 
 # Tests start many processes: what one of them compiled of the package, the next ones load.
 export PYTHONDONTWRITEBYTECODE :=
@@ -58,14 +59,15 @@ lower-all:
 		echo "build/lower-$$jax.md"; \
 	done
 
-# Like lower-all, to machine code: with jax's CUDA plugin, NVIDIA's assembler and disassembler.
+# Like lower-all, to machine code: with jax's CUDA plugin, NVIDIA's assembler and disassembler. Each
+# version has its own environment, because pip would keep another version's jaxlib.
 compile-all:
-	test -x build/jax-cuda/bin/python || $(PYTHON312) -m venv build/jax-cuda
-	build/jax-cuda/bin/python -m pip install --quiet --editable . "jax==$(CUDA_JAX)"
-	build/jax-cuda/bin/python -m pip install --quiet --no-deps nvidia-cuda-nvcc-cu12 \
+	test -x $(CUDA_VENV)/bin/python || $(PYTHON312) -m venv $(CUDA_VENV)
+	$(CUDA_VENV)/bin/python -m pip install --quiet --editable . "jax==$(CUDA_JAX)"
+	$(CUDA_VENV)/bin/python -m pip install --quiet --no-deps nvidia-cuda-nvcc-cu12 \
 		nvidia-cuda-nvdisasm "jax-cuda12-plugin==$(CUDA_JAX)" "jax-cuda12-pjrt==$(CUDA_JAX)"
-	build/jax-cuda/bin/python -m scripts.kernels.compile_kernels > build/compiled.md
-	@echo "build/compiled.md"
+	$(CUDA_VENV)/bin/python -m scripts.kernels.compile_kernels > build/compiled-$(CUDA_JAX).md
+	@echo "build/compiled-$(CUDA_JAX).md"
 
 # Tables of options in docs/, and the API reference.
 docs: $(VENV)/installed

@@ -19,7 +19,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from jaxinfer.pallas_kernels.decode_parts import Parts, decode_parts, joined
-from jaxinfer.pallas_kernels.gpu_work import Ref, Tiles, chunk_tiles, pieces, product_dtype, whole
+from jaxinfer.pallas_kernels.gpu_work import (
+    Ref,
+    Tiles,
+    chunk_tiles,
+    decode_queries,
+    pieces,
+    product_dtype,
+    whole,
+)
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.pallas_kernels.reference import MASKED, NO_SCORE
 
@@ -63,16 +71,15 @@ def decode_attention(
         programs: number of programs to run at once; contexts are cut into parts to reach it.
         interpret: run on any device, slowly, to check results.
     """
-    S, N, H = q_SNH.shape
+    _, N, H = q_SNH.shape
     K = kv.values.shape[1]
     G = N // K
     R = max(MIN_ROWS, pl.next_power_of_2(G))
     dtype = product_dtype(kv)
     tile = _tile_tokens(H, dtype, DECODE_BYTES)
     parts = decode_parts(length_S, window, tile, K, programs)
-    q_SKGH = q_SNH.astype(dtype).reshape(S, K, G, H)
-    q_SKRH = jnp.pad(q_SKGH, ((0, 0), (0, 0), (0, R - G), (0, 0)))
-    inputs = q_SKRH, kv, page_table_SM, length_S, parts
+    q_XSKRH, q_scale_SK = decode_queries(q_SNH, kv, R)
+    inputs = q_XSKRH, q_scale_SK, kv, page_table_SM, length_S, parts
     W = len(parts.sequence_W)
     results = [jax.ShapeDtypeStruct((W, K, R, *rest), jnp.float32) for rest in ((H,), ())]
     out_WKRH, lse_WKR = pl.pallas_call(
@@ -89,16 +96,20 @@ def decode_attention(
 
 
 def _decode(
-    q_SKRH: Ref, kv: KVPages, table_SM: Ref, length_S: Ref, parts: Parts,
+    q_XSKRH: Ref, q_scale_SK: Ref, kv: KVPages, table_SM: Ref, length_S: Ref, parts: Parts,
     out_WKRH: Ref, lse_WKR: Ref, *, tile: int, window: int | None,
 ) -> None:  # fmt: skip
     w, h = pl.program_id(0), pl.program_id(1)
     B = kv.values.shape[2]
     s, begin, end = parts.sequence_W[w], parts.begin_W[w], parts.end_W[w]
     length = length_S[s]
-    R = q_SKRH.shape[2]
-    cuts = pieces(q_SKRH.shape[3])
-    q = [q_SKRH[s, h, :, pl.ds(start, size)] for start, size in cuts]
+    R = q_XSKRH.shape[3]
+    cuts = pieces(q_XSKRH.shape[4])
+    q = [
+        tuple(q_XSKRH[x, s, h, :, pl.ds(start, size)] for x in range(q_XSKRH.shape[0]))
+        for start, size in cuts
+    ]
+    q_scale = None if q_scale_SK is None else q_scale_SK[s, h]
 
     def one_tile(ends: bool, number: jax.Array, carry: Softmax) -> Softmax:
         token = number * tile + jnp.arange(tile)
@@ -109,7 +120,7 @@ def _decode(
         tokens = Tokens(h, table_SM[s, at // B], at % B, token < length if ends else None)
         masked = ends or window
         seen_RJ = jnp.broadcast_to(seen[None, :], (R, tile)) if masked else None
-        return _fold(carry, q, cuts, kv, tokens, seen_RJ)
+        return _fold(carry, q, q_scale, cuts, kv, tokens, seen_RJ)
 
     # Tiles whose tokens all exist, and then the last one, if it has others.
     whole = jnp.minimum(end, length // tile)
@@ -178,7 +189,7 @@ def _chunk(
     from_R = jnp.minimum(row + token_R, T - 1), jnp.minimum(h * G + head_R, N - 1)
     cuts = pieces(H)
     q = [
-        q_TNH[from_R[0][:, None], from_R[1][:, None], begin + jnp.arange(length)[None, :]]
+        (q_TNH[from_R[0][:, None], from_R[1][:, None], begin + jnp.arange(length)[None, :]],)
         for begin, length in cuts
     ]
 
@@ -190,7 +201,7 @@ def _chunk(
         if window:
             in_window_RJ = token[None, :] > (start + token_R - window)[:, None]
             seen_RJ = in_window_RJ if seen_RJ is None else seen_RJ & in_window_RJ
-        return _fold(carry, q, cuts, kv, context, seen_RJ)
+        return _fold(carry, q, None, cuts, kv, context, seen_RJ)
 
     first = jnp.maximum(start - window + 1, 0) // tile if window else 0
     end = jnp.where(size > 0, last // tile + 1, first)
@@ -224,7 +235,8 @@ class Tokens(NamedTuple):
 
 def _fold(
     so_far: Softmax,
-    q: Sequence[jax.Array],
+    q: Sequence[tuple[jax.Array, ...]],
+    q_scale: jax.Array | None,
     cuts: Sequence[tuple[int, int]],
     kv: KVPages,
     tokens: Tokens,
@@ -233,16 +245,25 @@ def _fold(
     """Add J tokens of one KV head to the softmax.
 
     Args:
-        q: [R, size] for each piece of the head.
+        q: [R, size] for each piece of the head, or its halves as in ``decode_queries``.
+        q_scale: value of 1 of the halves; otherwise None.
         seen_RJ: tokens that each row sees; None for all.
     """
     head, page, offset, exists_J = tokens
-    score_RJ = jnp.zeros((q[0].shape[0], len(page)), jnp.float32)
-    for (start, size), piece in zip(cuts, q, strict=True):
+    score_RJ = jnp.zeros((), jnp.float32 if q_scale is None else jnp.int32)
+    for (start, size), halves in zip(cuts, q, strict=True):
         at = page[None, :], head, offset[None, :], start + jnp.arange(size)[:, None]
-        score_RJ += _dot(piece, kv.keys[at].astype(piece.dtype))
+        k = kv.keys[at]
+        if q_scale is None:
+            (piece,) = halves
+            score_RJ += _dot(piece, k.astype(piece.dtype))
+        else:
+            upper, lower = (_dot(half, k) for half in halves)
+            score_RJ += upper * 256 + lower
+    score_RJ = score_RJ.astype(jnp.float32)
     if kv.key_scale_PK is not None:
-        score_RJ *= kv.key_scale_PK[page, head][None, :]
+        scale_J = kv.key_scale_PK[page, head]
+        score_RJ *= (scale_J if q_scale is None else scale_J * q_scale)[None, :]
     if seen_RJ is not None:
         score_RJ = jnp.where(seen_RJ, score_RJ, MASKED)
     max_R = jnp.maximum(so_far.max_R, score_RJ.max(1))
@@ -256,7 +277,7 @@ def _fold(
     outs = []
     for (start, size), out in zip(cuts, so_far.outs, strict=True):
         at = page[:, None], head, offset[:, None], start + jnp.arange(size)[None, :]
-        v = kv.values[at].astype(q[0].dtype)
+        v = kv.values[at].astype(product_dtype(kv))
         if exists_J is not None:
             # The same applies to a page's unused part.
             v = jnp.where(exists_J[:, None], v, 0).astype(v.dtype)

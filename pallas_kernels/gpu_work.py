@@ -77,3 +77,32 @@ def whole(x: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
 def product_dtype(kv: KVPages) -> jnp.dtype:
     """Return the dtype of products."""
     return kv.keys.dtype if kv.keys.dtype.itemsize > 1 else jnp.dtype("bfloat16")
+
+
+def decode_queries(q_SNH: jax.Array, kv: KVPages, rows: int) -> tuple[jax.Array, jax.Array | None]:
+    """Return queries in the form in which decodes multiply them by keys.
+
+    Keys of int8 are multiplied as they are, since converting them takes longer than two products of
+    8 bits. Queries become fixed-point numbers of 16 bits, in two halves. Such products take 32
+    entries at a time; for other head sizes, keys are converted.
+
+    Args:
+        rows: R, number of rows of a KV head; the last ones are padding.
+
+    Returns:
+        [X, S, K, R, H], int8 halves, the upper one first, or one array with the dtype of products;
+        and the value of each fixed-point number's 1 [S, K], otherwise None.
+    """
+    S, N, H = q_SNH.shape
+    K = kv.values.shape[1]
+    q_SKGH = q_SNH.reshape(S, K, N // K, H)
+    padding = (0, 0), (0, 0), (0, 0), (0, rows - N // K), (0, 0)
+    if kv.keys.dtype != jnp.int8 or H % 32:
+        return jnp.pad(q_SKGH.astype(product_dtype(kv))[None], padding), None
+    largest_SK = jnp.abs(q_SKGH.astype(jnp.float32)).max((2, 3))
+    # With it, the upper half of the largest number is 127, and the lower half is 0.
+    one_SK = jnp.maximum(largest_SK, 1e-30) / (127 * 256)
+    number_SKGH = jnp.round(q_SKGH / one_SK[:, :, None, None]).astype(jnp.int32)
+    upper_SKGH = (number_SKGH + 128) >> 8
+    halves = jnp.stack([upper_SKGH, number_SKGH - upper_SKGH * 256]).astype(jnp.int8)
+    return jnp.pad(halves, padding), one_SK

@@ -106,6 +106,20 @@ def product(a: Ref, b: Ref) -> jax.Array:
     return found
 
 
+def product_of_halves(a_2RH: Ref, b_HJ: Ref) -> jax.Array:
+    """Multiply fixed-point numbers by int8; sums of up to 512 entries are exact in int32."""
+
+    def multiply(upper: Ref, lower: Ref) -> jax.Array:
+        plgpu.wgmma(upper, a_2RH.at[0], b_HJ)
+        plgpu.wgmma(lower, a_2RH.at[1], b_HJ)
+        found: jax.Array = (upper[...] * 256 + lower[...]).astype(jnp.float32)
+        return found
+
+    acc = plgpu.WGMMAAccumulatorRef((a_2RH.shape[1], b_HJ.shape[1]), jnp.int32)
+    found: jax.Array = pl.run_scoped(multiply, acc, acc)
+    return found
+
+
 def add_product(out_RH: jax.Array, a: Any, b: Ref, a_sm: Ref | None) -> jax.Array:
     """Add a product: out + a b, with a in registers.
 
@@ -261,18 +275,42 @@ def clear_after(v_JH: Ref, count: jax.Array, me: Any = 0, cleared: Ref | None = 
 
 
 def widen(x_JH: Ref, wide_JH: Ref, count: jax.Array | None = None) -> None:
-    """Widen a tile's entries of 8 bits to 16, with zeros for tokens from ``count`` on."""
+    """Widen a tile's entries of 8 bits to 16.
+
+    Args:
+        count: tokens from here on have weights of 0, but may be NaN, unless they are integers: they
+            become zeros.
+    """
     J, H = x_JH.shape
+    is_integer = x_JH.dtype == jnp.int8
     # Pieces that fit into registers.
     columns = 128 if H % 128 == 0 else H
+    lanes = _lanes(H)
     for begin, column in product_of(range(0, J, ROWS), range(0, H, columns)):
         at = pl.ds(begin, ROWS), pl.ds(column, columns)
-        x = plgpu.layout_cast(x_JH[at], plgpu.Layout.WGMMA)
-        x = x.astype(jnp.float32).astype(wide_JH.dtype)
-        if count is not None:
-            row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=plgpu.Layout.WGMMA)
+        x = plgpu.layout_cast(x_JH[at], lanes)
+        # int8 is converted in pairs; fp8 has no direct conversion.
+        x = (x if is_integer else x.astype(jnp.float32)).astype(wide_JH.dtype)
+        if count is not None and not is_integer:
+            row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=lanes)
             x = jnp.where(row + begin < count, x, jnp.zeros_like(x))
         wide_JH[at] = x
+
+
+def _lanes(head_dim: int) -> Any:
+    """Return the layout of registers in which a lane holds 8 entries of a row.
+
+    It reads 8 bytes and writes 16 at a time. A warp takes whole rows of the swizzled tiles of 8
+    bits, so its lanes use different banks.
+    """
+    row = plgpu.find_swizzle(8 * head_dim)
+    rows = 32 * 8 // row
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((4 * rows, row), (rows, row), (8,))),
+        warp_dims=(-5,),
+        lane_dims=(-3, -2),
+        vector_dim=-1,
+    )
 
 
 def shared(shape: tuple[int, ...], dtype: jnp.dtype, head_dim: int) -> Any:

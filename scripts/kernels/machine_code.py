@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 # Kinds by the first letters of instructions: products of matrices, powers of two and reciprocals,
 # waits for copies in flight, barriers, copies to and from shared memory, and spills to memory.
-PRODUCTS = ("HGMMA", "HMMA", "IMMA", "QGMMA")
+PRODUCTS = ("HGMMA", "HMMA", "IGMMA", "IMMA", "QGMMA")
 COUNTED = {
     "products": PRODUCTS,
     "MUFU": ("MUFU",),

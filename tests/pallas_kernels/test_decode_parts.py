@@ -78,6 +78,14 @@ def test_programs_of_an_h100() -> None:
         132,
         132,
     ]
+    # With entries of int8, three fit on a multiprocessor; fp8 takes too many registers.
+    assert programs_at_once(128, jnp.float8_e4m3fn) == 264
+    assert [programs_at_once(head_dim, jnp.int8) for head_dim in (64, 128, 192, 256)] == [
+        396,
+        396,
+        264,
+        132,
+    ]
 
 
 def test_what_is_short_stays_whole() -> None:

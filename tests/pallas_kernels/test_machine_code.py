@@ -39,5 +39,11 @@ def test_the_loop_with_products() -> None:
     }
 
 
+def test_products_of_integers() -> None:
+    found = tile_loop(CODE.replace("HGMMA.64x128x16.F32.BF16", "IGMMA.64x64x32.S8.S8"))
+    assert found is not None
+    assert found["products"] == 1
+
+
 def test_no_loop() -> None:
     assert tile_loop(CODE.replace("HGMMA", "FFMA")) is None
