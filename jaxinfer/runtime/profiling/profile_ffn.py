@@ -44,15 +44,16 @@ def measure_parts(
 
 def _measure_ffn(stage: FfnStage) -> list[tuple[int, float]]:
     plan, found = stage.plan, dict[int, float]()
-    for tokens in dict.fromkeys(shape.tokens for shape in plan.limits.shapes()):
-        y_TD = jnp.zeros((tokens, plan.config.hidden_size), plan.dtype)
-        y_TD = jax.device_put(y_TD, plan.whole)
-        for _ in range(_FFN_PASSES):
-            start = time.perf_counter()
+    buckets = dict.fromkeys(shape.tokens for shape in plan.limits.shapes())
+    for _ in range(_FFN_PASSES):
+        for tokens in buckets:
+            y_TD = jnp.zeros((tokens, plan.config.hidden_size), plan.dtype)
+            y_TD = jax.block_until_ready(jax.device_put(y_TD, plan.whole))
             for layer in range(len(stage.layers)):
+                start = time.perf_counter()
                 jax.block_until_ready(stage.compute_ffn(layer, y_TD, tokens))
-            seconds = (time.perf_counter() - start) / len(stage.layers)
-            found[tokens] = min(found.get(tokens, seconds), seconds)
+                seconds = time.perf_counter() - start
+                found[tokens] = min(found.get(tokens, seconds), seconds)
     return list(found.items())
 
 
