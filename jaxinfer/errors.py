@@ -16,6 +16,10 @@ class JaxinferError(Exception):
     """
 
 
+class OnlyInstanceLost(JaxinferError):
+    """A run's only instance is lost, with the requests that have not ended."""
+
+
 def one_line(error: BaseException) -> str:
     """Return an error's text without line breaks."""
     return " ".join(str(error).split())

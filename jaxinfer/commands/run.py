@@ -20,7 +20,7 @@ from jaxinfer.commands.common import (
 )
 from jaxinfer.commands.figures import print_json, with_json
 from jaxinfer.commands.signals import Interrupted
-from jaxinfer.errors import JaxinferError
+from jaxinfer.errors import JaxinferError, OnlyInstanceLost
 from jaxinfer.ledger.ledger_file import NAME as LEDGER
 from jaxinfer.options.validation import read_json
 from jaxinfer.report.metrics import RunMetrics
@@ -84,9 +84,13 @@ def run(
         try:
             metrics = job.run()
         except Interrupted as ended:
-            done = f"{job.num_lines - job.num_missing} of {job.num_lines} lines are done"
-            ended.add_note(f"{done}; the same command continues")
+            ended.add_note(f"{_done(job)}; the same command continues")
             raise
+        except OnlyInstanceLost as error:
+            raise OnlyInstanceLost(
+                f"{error}: {_done(job)}; the same command continues (with restart, a group's "
+                "process is started again during a run)"
+            ) from None
         if as_json:
             _print_json(job, metrics)
         elif metrics:
@@ -94,6 +98,10 @@ def run(
         _print_results(console, job)
         if job.num_failed or job.lost:
             sys.exit(1)
+
+
+def _done(job: BatchJob) -> str:
+    return f"{job.num_lines - job.num_missing} of {job.num_lines} lines are done"
 
 
 def _print_json(job: BatchJob, metrics: RunMetrics | None) -> None:

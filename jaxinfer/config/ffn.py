@@ -70,8 +70,9 @@ def check_ffn_groups(
             if needed[stage.ffn]:
                 raise JaxinferError(f"{place}.ffn: group {stage.ffn} has attention, must have none")
             users[stage.ffn] = place
+            is_one = len(stages) == 1 and not groups[stage.group].is_apart
             for group in (stage.group, stage.ffn):
-                _check_group(group, groups)
+                _check_group(group, groups, is_one)
     for group in users:
         needed[group] = groups[group].devices
         if groups[group].stage_devices != groups[group].devices:
@@ -81,9 +82,18 @@ def check_ffn_groups(
             )
 
 
-def _check_group(name: str, groups: Mapping[str, GroupConfig]) -> None:
-    """Refuse options of a group that do not go with FFN groups."""
-    for option in ("mesh", "emulate", "shares"):
+def _check_group(name: str, groups: Mapping[str, GroupConfig], is_one: bool) -> None:
+    """Refuse options of a group that do not go with FFN groups.
+
+    Args:
+        is_one: whether the instance is one stage, in the loop's process.
+    """
+    if groups[name].emulate and not is_one:
+        raise JaxinferError(
+            f"groups.{name}.emulate: leave it out with ffn, unless the instance has one stage, and "
+            "no process of its own"
+        )
+    for option in ("mesh", "shares"):
         if getattr(groups[name], option) is not None:
             raise JaxinferError(f"groups.{name}.{option}: leave it out with ffn")
     if any(other.shares == name for other in groups.values()):

@@ -158,11 +158,16 @@ class Cluster:
         """Return how many times slower each stage of an instance is emulated to be."""
         return [self.config.groups[group].slowdown for group in self.engines[name].groups]
 
+    def is_emulated(self, name: str) -> bool:
+        """Tell whether groups of an instance emulate slower devices."""
+        of_it = *self.engines[name].groups, *self.config.instances[name].ffn_groups
+        return any(self.config.groups[group].slowdown > 1 for group in of_it)
+
     def take_overruns(self) -> dict[str, list[float]]:
         """Return the seconds by which steps were late since the last call, by emulated instance."""
         found = {}
         for name, engine in self.engines.items():
-            emulated = [stage for stage in engine.stages if stage.emulate]
+            emulated = [stage for stage in engine.stages if stage.emulate or stage.overruns]
             if emulated:
                 found[name] = [late for stage in emulated for late in stage.overruns]
             for stage in emulated:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from jaxinfer.errors import JaxinferError
+from jaxinfer.errors import OnlyInstanceLost
 from jaxinfer.runtime.kv.outcome import Failed
 from jaxinfer.runtime.processes.restart_groups import Restarted, RestartResult
 from jaxinfer.runtime.processes.restarts import Restarts
@@ -70,7 +70,7 @@ class LossEvents:
         """Return the events that follow from restarting a group's process.
 
         Raises:
-            JaxinferError: the only instance cannot be started.
+            OnlyInstanceLost: it cannot be started.
         """
         assert self._restarts
         if outcome := self._restarts.take(group):
@@ -78,7 +78,7 @@ class LossEvents:
             for name in outcome.instances:
                 yield from self._return(name, outcome)
             if outcome.error and outcome.instances and len(self._without) == 1:
-                raise JaxinferError(outcome.error)
+                raise OnlyInstanceLost(outcome.error)
         for name, told in self._without.items():
             now = self._restarts.goes_without(name)
             if name not in self.lost and now != told:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from jaxinfer.errors import JaxinferError, one_line
+from jaxinfer.errors import JaxinferError, OnlyInstanceLost, one_line
 from jaxinfer.runtime.kv.channel import Channel, Landed
 from jaxinfer.runtime.kv.emulated_links import EmulatedLinks
 from jaxinfer.runtime.kv.outcome import End, Failed, ProcessLost, SlabLost
@@ -339,7 +339,7 @@ class RealWorld:
         kind = "" if isinstance(error, SlabLost) else f"{type(error).__name__}: "
         lost = self._losses.lose(failed.instance, kind + one_line(error))
         if len(self._workers) == 1 and not lost.returns:
-            raise JaxinferError(str(error)) if isinstance(error, ProcessLost) else error
+            raise OnlyInstanceLost(str(error)) if isinstance(error, ProcessLost) else error
         return [lost]
 
     def _place(self, landed: Landed) -> list[Event]:

@@ -302,7 +302,7 @@ def _stage(config: InstanceConfig, place: SiteStage, first: int) -> StageCost:
 
 
 def _at_its_speed(stage: StageCost, place: SiteStage) -> StageCost:
-    slowdown = place.group.slowdown
+    slowdown = 1.0 if place.ffn else place.group.slowdown  # That of each part is its own.
     return SlowedStage(stage, slowdown) if slowdown != 1 else stage
 
 

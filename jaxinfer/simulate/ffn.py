@@ -78,23 +78,30 @@ class Side(RooflineStage):
 
 @dataclass(frozen=True)
 class ModelledFfnStage:
-    """A stage with its attention on one group and its FFN on another."""
+    """A stage with its attention on one group and its FFN on another.
+
+    Attributes:
+        slowdowns: how many times slower than their GPUs the two groups are emulated to be.
+    """
 
     attention: Side
     ffn: Side
     token_s: float
     latency_s: float
+    slowdowns: tuple[float, float] = (1.0, 1.0)
 
     def seconds(self, work: Work) -> float:
         """Return the seconds of a step, as micro-batches if it has some."""
         parts = [self.part(each) for each in work.halves or (work,)]
         layers = in_turns(self.attention.layers, parts, self.latency_s)
-        return layers + self.attention.besides(work)
+        return layers + self.slowdowns[0] * self.attention.besides(work)
 
     def part(self, work: Work) -> PartTimes:
         """Return the times of one layer of a micro-batch."""
+        own, other = self.slowdowns
         exchange = work.tokens * self.token_s
-        return PartTimes(self.attention.attention(work), self.ffn.ffn(work.tokens), exchange)
+        ffn = other * self.ffn.ffn(work.tokens)
+        return PartTimes(own * self.attention.attention(work), ffn, exchange)
 
 
 def ffn_stage(place: SiteStage) -> ModelledFfnStage:
@@ -108,4 +115,5 @@ def ffn_stage(place: SiteStage) -> ModelledFfnStage:
         Side.of(there, ffn.costs),
         token_s,
         ffn.path.latency_s,
+        (place.group.slowdown, ffn.group.slowdown),
     )

@@ -5,7 +5,7 @@ It is stored in ``~/.cache/jaxinfer/profiles``, keyed by everything that decides
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,12 +44,16 @@ class Profile:
         mixed: (prefill context, decode context, seconds of each stage) of iterations with a full
             chunk. Both lists are empty if a run asked only for times of steps.
         points: all measured steps.
+        ffn: (tokens, seconds) of one layer's FFN, per bucket, if it is on another group.
+        own: all measured steps without the FFN, then.
     """
 
     key: dict[str, Any]
     prefills: list[tuple[int, tuple[float, ...]]]
     mixed: list[tuple[int, int, tuple[float, ...]]]
     points: list[StepPoint]
+    ffn: Sequence[tuple[int, float]] = ()
+    own: Sequence[StepPoint] = ()
 
     @property
     def has_fits(self) -> bool:
@@ -110,8 +114,14 @@ def read_profile(path: Path) -> Profile:
         stored["key"],
         [(n, tuple(t)) for n, t in stored["prefills"]],
         [(p, d, tuple(t)) for p, d, t in stored["mixed"]],
-        [StepPoint(tuple((a, b) for a, b in parts), tuple(s)) for parts, s in stored["points"]],
+        _points(stored["points"]),
+        [(tokens, seconds) for tokens, seconds in stored.get("ffn", [])],
+        _points(stored.get("own", [])),
     )
+
+
+def _points(stored: Iterable[Any]) -> list[StepPoint]:
+    return [StepPoint(tuple((a, b) for a, b in parts), tuple(s)) for parts, s in stored]
 
 
 def store_profile(profile: Profile, folder: Path | None = None) -> Path:
@@ -122,6 +132,8 @@ def store_profile(profile: Profile, folder: Path | None = None) -> Path:
         "prefills": profile.prefills,
         "mixed": profile.mixed,
         "points": [(point.parts, point.stages) for point in profile.points],
+        "ffn": profile.ffn,
+        "own": [(point.parts, point.stages) for point in profile.own],
     }
     write_record(path, record)
     return path

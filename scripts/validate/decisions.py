@@ -123,11 +123,12 @@ def losing(llm: LLM, rng: random.Random) -> Callable[[StepDone], None]:
     worker = llm.cluster.engines[name].worker
     steps, first, more = 0, rng.randint(3, 9), rng.choice([0, 0, 2, 5])
     # It continues without its attention group in the meantime.
-    if isinstance(worker, PipelineWorker):
+    if isinstance(worker, PipelineWorker) and not worker.needs_all:
         home: Any = restarts._homes["d"]
         (at,) = home.processes.values()
     else:
-        at, home = worker.process, restarts._of[name]  # type: ignore[union-attr]
+        home = restarts._of[name]
+        at = worker.processes[-1] if isinstance(worker, PipelineWorker) else worker.process  # type: ignore[union-attr]
         if len(llm.cluster.engines) == 1:
             more = 0  # No step ends until it has returned.
 

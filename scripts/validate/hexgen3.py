@@ -7,8 +7,9 @@ own with that folder's requirements. The shapes, cards, workloads and plans are 
 code; all figures are estimates by simulators.
 
 Their estimate of a plan is the least rate of three pools: prefill, attention and FFN. A pool's rate
-is the sum over its replicas, each with a fixed batch. Three of its assumptions differ from our
-model of a replica, and are taken here one by one:
+is the sum over its replicas, each with a fixed batch. Where plans have attention and FFN together
+("PD"), the decode pool does the work of both, one after the other on each kind of card. Three of
+its assumptions differ from our model of a replica, and are taken here one by one:
 
 - ``experts``: expert parallelism divides the time of an FFN by its degree, on no more GPUs. The
   model's FFN is dense.
@@ -38,6 +39,7 @@ from jaxinfer.simulate.ffn import Side
 from scripts.tables import Row, show_table
 
 WORKERS = ("pre", "attn", "ffn")
+PARTS = WORKERS[1:]
 # Requests of a replica for each of its GPUs, and bytes per second of its links, as theirs.
 REQUESTS, LINK = 4, 100e9
 DEGREES = (1, 2, 4, 8)
@@ -92,6 +94,7 @@ class Case:
     """A published plan.
 
     Attributes:
+        usd: dollars an hour of the cards.
         kind: number of its workload.
         capacity: number of cards, by name.
         published: requests per second that they state.
@@ -102,6 +105,7 @@ class Case:
     capacity: Mapping[str, int]
     replicas: Sequence[Replica]
     published: float
+    usd: float
 
 
 @dataclass(frozen=True)
@@ -159,10 +163,21 @@ class Inputs:
 
 def plan_rate(replicas: Sequence[Replica], rates: Rates) -> float:
     """Return the least rate of the pools of a plan."""
-    pools = dict.fromkeys(WORKERS, 0.0)
-    for replica in replicas:
-        pools[replica.worker] += rates[replica]
-    return min(pools.values())
+
+    def rate(worker: str, of: Sequence[Replica]) -> float:
+        return sum(rates[each._replace(worker=worker)] for each in of)
+
+    by_worker = {worker: [each for each in replicas if each.worker == worker] for worker in WORKERS}
+    pools = [rate(worker, of) for worker, of in by_worker.items()]
+    if decoding := [each for each in replicas if each.worker == "decode"]:
+        by_card = [[each for each in decoding if each.card == card] for card in cards(decoding)]
+        pools = [pools[0], sum(1 / sum(1 / rate(part, of) for part in PARTS) for of in by_card)]
+    return min(pools)
+
+
+def cards(replicas: Sequence[Replica]) -> list[str]:
+    """Return the names of the replicas' cards, each once."""
+    return list(dict.fromkeys(each.card for each in replicas))
 
 
 def allocate(rates: Rates, capacity: Mapping[str, int]) -> tuple[float, Sequence[Replica]]:
@@ -200,23 +215,31 @@ def allocate(rates: Rates, capacity: Mapping[str, int]) -> tuple[float, Sequence
 
 
 def published_cases(results: Mapping[str, Any]) -> list[Case]:
-    """Return the published plans with apart attention and FFN."""
+    """Return the published plans."""
     given = [(f"static {each['baseline']}", 1, each) for each in results["static_results"]]
     for hour in results["dynamic_results"]:
         for each in hour["baselines"]:
             given.append((f"hour {hour['hour']} {each['baseline']}", hour["workload_type"], each))
     return [
-        Case(name, kind, each["capacity"], _replicas(each), each["system_throughput_req_s"])
+        Case(
+            name,
+            kind,
+            each["capacity"],
+            _replicas(each),
+            each["system_throughput_req_s"],
+            each["cost_per_hour"],
+        )
         for name, kind, each in given
-        if each["architecture"] == "AFD"
     ]
 
 
 def _replicas(result: Mapping[str, Any]) -> list[Replica]:
     return [
         Replica(worker, card, replica["tp"], replica["ep"])
-        for key, strategy in result["parallelism"].items()
-        for worker, card in [key.split("/")]
+        for key, found in result["parallelism"].items()
+        for worker, card, strategy in (
+            [(*key.split("/"), found)] if "/" in key else [(key, *each) for each in found.items()]
+        )
         for replica in strategy["replicas"]
     ]
 
@@ -246,7 +269,12 @@ def compare(case: Case, inputs: Inputs, theirs: Rates, every: Sequence[Replica])
     """Return a case's rates: as published, by their code, by our model, and of the best plan."""
 
     def ours(given: Assumptions) -> float:
-        rates = {each: inputs.rate(each, case.kind, given) for each in case.replicas}
+        needed = [
+            each._replace(worker=part)
+            for each in case.replicas
+            for part in (PARTS if each.worker == "decode" else [each.worker])
+        ]
+        rates = {each: inputs.rate(each, case.kind, given) for each in needed}
         return plan_rate(case.replicas, rates)
 
     begin = time.process_time()
@@ -257,6 +285,7 @@ def compare(case: Case, inputs: Inputs, theirs: Rates, every: Sequence[Replica])
     same = ours(Assumptions(experts=True, attention=True, scores=True))
     return {
         "plan": case.name,
+        "$/hour": round(case.usd, 2),
         "published": round(case.published, 2),
         "their code": round(plan_rate(case.replicas, theirs), 2),
         "ours, all three": round(same, 2),
@@ -281,10 +310,10 @@ def main(scheduler: Path, reference: Path, output: Path | None) -> None:  # noqa
     text = published.read_text(encoding="utf-8")
     results = json.loads(text)
     cases = published_cases(results)
-    cards = sorted({card for case in cases for card in case.capacity})
+    names = sorted({card for case in cases for card in case.capacity})
     every = [
         Replica(worker, card, tp, ep)
-        for worker, card, tp in product(WORKERS, cards, DEGREES)
+        for worker, card, tp in product(WORKERS, names, DEGREES)
         for ep in (DEGREES if worker == "ffn" else (1,))
     ]
     kinds = sorted({case.kind for case in cases})

@@ -1,4 +1,4 @@
-"""A batch over processes of their own that is killed: the same command goes on."""
+"""A batch over processes of their own that are killed: the same command goes on."""
 
 import json
 import random
@@ -85,10 +85,48 @@ def test_each_line_is_there_once(tiny_folder: Path, tmp_path: Path) -> None:
     done = complete(*command(run_file, out))
     assert done.returncode == 0, done.stderr
     assert "continuing: " in done.stdout
-    found, expected = records(out), records(whole)
+    check_same(records(out), records(whole))
+
+
+def check_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found.keys() == expected.keys()
     assert len(found) == COUNT
     for name, record in found.items():
         assert (
             record["response"]["body"]["choices"] == expected[name]["response"]["body"]["choices"]
         )
+
+
+@pytest.mark.long
+def test_a_lost_ffn_process_ends_the_command_which_continues(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    alone = write_job(tmp_path, tiny_folder, None)
+    config = yaml.safe_load(alone.read_text())
+    instance = config["instances"]["prefill"]
+    del instance["group"], config["verify_transfers"]
+    instance["stages"] = [{"group": "one", "ffn": "other"}]
+    config |= {"instances": {"x": instance | {"micro_batches": 2}}, "system": "single"}
+    alone.write_text(yaml.safe_dump(config))
+    assert complete(*command(alone, whole)).returncode == 0
+    for group in config["groups"].values():
+        group["process"] = "own"
+    run_file = tmp_path / "own.yaml"
+    run_file.write_text(yaml.safe_dump(config))
+    started = [sys.executable, "-m", "jaxinfer", *map(str, command(run_file, out))]
+    job = subprocess.Popen(started, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    wait_for_lines(job, out, 3)
+    workers = psutil.Process(job.pid).children(recursive=True)
+    max(workers, key=lambda worker: worker.create_time()).kill()  # That of the last group.
+    _, said = job.communicate()
+    assert job.returncode == 2
+    count = num_lines(out)
+    assert 3 <= count < COUNT
+    (line,) = [line for line in said.splitlines() if line.startswith("jaxinfer: ")]
+    assert "process of group other (pid " in line
+    assert f"was ended by signal 9: {count} of {COUNT} lines are done; the same command" in line
+    done = complete(*command(run_file, out))
+    assert done.returncode == 0, done.stderr
+    assert f"continuing: {count} of {COUNT} lines" in done.stdout
+    check_same(records(out), records(whole))

@@ -27,7 +27,8 @@ def run_file(
 
 
 def test_a_stage_with_an_ffn_group() -> None:
-    found = run_file(micro_batches=4).cluster.instances["x"]
+    slow = {name: {"emulate": {"slowdown": 2}} for name in "af"}
+    found = run_file(slow, micro_batches=4).cluster.instances["x"]
     assert found.ffn_groups == ["f"]
     assert found.micro_batches == 4
 
@@ -65,8 +66,18 @@ def test_a_stage_with_an_ffn_group() -> None:
             {},
             r"group a has a process of its own, must f have, too",
         ),
-        ({"f": {"emulate": {"slowdown": 2}}}, None, {}, r"groups\.f\.emulate: leave it out"),
-        ({"a": {"emulate": {"slowdown": 2}}}, None, {}, r"groups\.a\.emulate: leave it out"),
+        (
+            {"a": {"process": "own"}, "f": {"process": "own", "emulate": {"slowdown": 2}}},
+            None,
+            {},
+            r"groups\.f\.emulate: leave it out with ffn, unless the instance has one stage",
+        ),
+        (
+            {"a": {"emulate": {"slowdown": 2}}, "b": {}, "g": {}},
+            [STAGE, {"group": "b", "ffn": "g"}],
+            {},
+            r"groups\.a\.emulate: leave it out with ffn, unless the instance has one stage",
+        ),
         (
             {"f": {"devices": 2, "tensor_parallel_size": 1}},
             None,

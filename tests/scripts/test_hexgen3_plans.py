@@ -88,10 +88,29 @@ def test_plans_are_read_from_published_results() -> None:
         "capacity": {"c": 4},
         "parallelism": {"ffn/c": strategy, "attn/c": strategy | {"dp": 1}},
         "system_throughput_req_s": 3.0,
+        "cost_per_hour": 7.0,
     }
-    hour = {"hour": 2, "workload_type": 3, "baselines": [afd, afd | {"architecture": "PD"}]}
+    pd = afd | {"architecture": "PD", "parallelism": {"decode": {"c": strategy, "d": strategy}}}
+    hour = {"hour": 2, "workload_type": 3, "baselines": [afd, pd]}
     results = {"static_results": [afd], "dynamic_results": [hour]}
-    first, second = published_cases(results)
+    first, second, third = published_cases(results)
     assert (first.name, first.kind, first.published) == ("static X", 1, 3.0)
     assert (second.name, second.kind) == ("hour 2 X", 3)
     assert first.replicas == [Replica("ffn", "c", 2, 8), Replica("attn", "c", 2, 8)]
+    assert third.replicas == [Replica("decode", card, 2, 8) for card in "cd"]
+    assert third.usd == 7.0
+
+
+def test_a_decode_pool_does_both_parts_one_after_the_other_on_each_card() -> None:
+    rates = {
+        Replica(worker, card, 1, 1): rate
+        for worker, by_card in {"pre": (9, 9), "attn": (2, 1), "ffn": (2, 3)}.items()
+        for card, rate in zip("cd", by_card, strict=True)
+    }
+    plan = [Replica("pre", "c", 1, 1), *(Replica("decode", card, 1, 1) for card in "ccd")]
+    # Two of card c take turns at attention and FFN of 4 a second each: 2; one of d: 1 / (1 + 1/3).
+    assert plan_rate(plan, rates) == pytest.approx(2 + 3 / 4, rel=1e-12)
+    assert (
+        plan_rate([plan[0]._replace(card="d"), *plan[1:]], rates | {Replica("pre", "d", 1, 1): 1.5})
+        == 1.5
+    )

@@ -27,6 +27,7 @@ CHEAP = {
     "distserve": ("measured", False),
     "hetis": ("idle_memory", True),
     "hexgen2": ("classes", False),
+    "hexgen3": ("plans", False),
     "multivendor": ("conformance", False),
     "predictor": ("lines", False),
     "prefixes": ("capacities", False),
@@ -182,6 +183,16 @@ def test_multivendor_tells_claims_of_a_published_table(tmp_path: Path) -> None:
     published = rows(RESULTS / "multivendor" / "targets.csv")
     mine = [row for row in published if row["made_by"].endswith(" conformance")]
     assert rows(out / "targets.csv") == mine
+
+
+def test_hexgen3_claims_of_a_published_table(tmp_path: Path) -> None:
+    """The part reads rows of the authors' simulator, with the seconds of each search."""
+    tables = import_module("scripts.tables")
+    given = [row | {"found in s": 0.03} for row in tables.read_csv(RESULTS / "hexgen3/plans.csv")]
+    (tmp_path / "hexgen3_plans.json").write_text(json.dumps(given))
+    out = make("hexgen3", "plans", tmp_path)
+    for name in ("plans", "targets"):
+        assert rows(out / f"{name}.csv") == rows(RESULTS / "hexgen3" / f"{name}.csv")
 
 
 def test_hexgen2_counts_classes(tmp_path: Path) -> None:

@@ -73,6 +73,25 @@ def test_on_equal_gpus_the_parts_add_up_to_a_whole_layer() -> None:
     assert stage.seconds(work) - exchange == pytest.approx(alone.seconds(work), rel=1e-9)
 
 
+@pytest.mark.parametrize(("own", "ffn"), [(2.0, 1.0), (1.0, 4.0), (2.0, 4.0)])
+def test_emulated_groups_are_gpus_of_lower_rates(own: float, ffn: float) -> None:
+    def card(slowdown: float) -> dict[str, Any]:
+        lower = {name: CARD[name] / slowdown for name in ("bf16_tflops", "memory_gb_s")}  # type: ignore[operator]
+        return CARD | lower
+
+    slow = {"a": own, "f": ffn}
+    groups = {name: {"kind": "card", "emulate": {"slowdown": n}} for name, n in slow.items()}
+    file = run_file({"micro_batches": 2}, groups=groups)
+    like = run_file(
+        {"micro_batches": 2},
+        gpus={name: card(n) for name, n in slow.items()},
+        groups={name: {"kind": name} for name in slow},
+    )
+    work = Work(8, 8, 8, 8, 800, [], 8)
+    work.halves = [decodes(*[100] * 4)] * 2
+    assert stage_of(file).seconds(work) == pytest.approx(stage_of(like).seconds(work), rel=1e-9)
+
+
 def by_events(layers: int, parts: Sequence[PartTimes], latency: float) -> float:
     """Each resource serves what has come to it, first come, first served, as events tell."""
     order = count()

@@ -1,5 +1,6 @@
 """A pipeline stage whose FFN, or experts, are on another group."""
 
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer.runtime.ffn.emulated_ffn import EmulatedFfn
 from jaxinfer.runtime.ffn.ffn_messages import FfnClient
 from jaxinfer.runtime.ffn.ffn_step import FfnStep, ffn_leaves
 from jaxinfer.runtime.kv.sockets import Address
@@ -26,7 +28,7 @@ from jaxinfer.runtime.stage.stage import Stage, put_whole
 from jaxinfer.runtime.stage.stage_plan import StageFacts, StagePlan
 from jaxinfer.runtime.stage.step import Key, Parameters
 from jaxinfer.runtime.stage.step_inputs import StepInputs, build_inputs
-from jaxinfer.serving.batch import Batch
+from jaxinfer.serving.batch import Batch, Work
 from jaxinfer.steps.shapes import StepShape
 
 
@@ -38,6 +40,8 @@ class FfnStage(Stage):
 
     Attributes:
         elsewhere: the FFN in another process, once it is known.
+        leaves_out_ffn: whether steps leave it out, as they do where the rest is measured.
+        emulated: both groups at the speeds of slower devices, if they are emulated.
         outer: parameters outside the layers.
         layers: the attention side's parameters of each layer.
         ffn: the FFN's parameters of each layer.
@@ -50,6 +54,10 @@ class FfnStage(Stage):
     ) -> None:
         super().__init__(plan, parameters)
         self.elsewhere: FfnClient | None = None
+        self.leaves_out_ffn = False
+        self.emulated: EmulatedFfn | None = None
+        # Work of the micro-batches of the step that is launched next, if groups are emulated.
+        self._works: Sequence[Work] = ()
         self.outer, self.layers = split_parameters(plan, parameters)
         self.ffn: list[Leaves] = []
         if plan.ffn:
@@ -64,6 +72,8 @@ class FfnStage(Stage):
         self, batch: Batch, shape: StepShape, sample_slots: Mapping[str, int], shard: int
     ) -> StepInputs | PartInputs[StepInputs]:
         """Build the inputs of ``forward``: those of each micro-batch if the batch has some."""
+        if self.emulated:
+            self._works = batch.work.halves or [batch.work]
         if not batch.halves:
             return super().inputs(batch, shape, sample_slots, shard)
         limits = self.step.limits
@@ -86,11 +96,22 @@ class FfnStage(Stage):
 
         While one of them is on the FFN group, the stage's own group attends to the others.
         """
-        chains = [Chain(self, *each) for each in starts]
+        chains = self._chains(starts)
         for layer in range(len(self.layers)):
             for chain in chains:
                 chain.enter(layer)
-        return [chain.leave() for chain in chains]
+        found = [chain.leave() for chain in chains]
+        if self.emulated and (late := self.emulated.take_late()):
+            self.overruns.append(late)
+        return found
+
+    def _chains(self, starts: Sequence[PartStart[StepInputs]]) -> "Sequence[Chain]":
+        works, self._works = self._works, ()
+        if self.emulated and works:  # Steps of padding alone have no work.
+            each = zip(starts, works, strict=True)
+            return [EmulatedChain(self, *start, self.emulated, work) for start, work in each]
+        kind = OwnChain if self.leaves_out_ffn else Chain
+        return [kind(self, *start) for start in starts]
 
     def borrow(self, number: int, address: Address, patience: float | None) -> None:
         """Use the FFN that another process computes.
@@ -175,7 +196,11 @@ class Chain:
                 self._found(),
                 self._batch,
             )
-        self._y_TD = stage.compute_ffn(layer, y_TD, self._count)
+        self._y_TD = self._ask(layer, y_TD)
+
+    def _ask(self, layer: int, y_TD: jax.Array) -> Any:
+        """Launch a layer's FFN, or ask for it."""
+        return self._stage.compute_ffn(layer, y_TD, self._count)
 
     def _found(self) -> jax.Array | np.ndarray:
         """Return the last FFN's output for the stage's mesh; waits for another process."""
@@ -191,3 +216,42 @@ class Chain:
             stage.layers[-1], self._x_TD, self._found(), self._inputs.sample_row_S
         )
         return found
+
+
+class EmulatedChain(Chain):
+    """A micro-batch on its way through an emulated stage; waits for each of its parts.
+
+    Args:
+        work: work of the micro-batch.
+    """
+
+    def __init__(
+        self,
+        stage: FfnStage,
+        shape: StepShape,
+        inputs: StepInputs,
+        x_TD: jax.Array | None,
+        emulated: EmulatedFfn,
+        work: Work,
+    ) -> None:
+        super().__init__(stage, shape, inputs, x_TD)
+        self._emulated = emulated
+        self._seconds = emulated.seconds.of_attention(work)
+        self._ready = time.perf_counter()
+
+    def _ask(self, layer: int, y_TD: jax.Array) -> Any:
+        y_TD.block_until_ready()
+        end = self._emulated.own.end_of(self._ready, self._seconds)
+        launch = partial(super()._ask, layer, y_TD)
+        return self._emulated.ask(launch, self._shape.tokens, end)
+
+    def _found(self) -> Any:
+        y_TD, self._ready = self._y_TD.result()
+        return y_TD
+
+
+class OwnChain(Chain):
+    """A micro-batch on its way through a stage without its FFN, to measure the rest."""
+
+    def _ask(self, layer: int, y_TD: jax.Array) -> Any:
+        return y_TD

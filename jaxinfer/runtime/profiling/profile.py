@@ -14,11 +14,15 @@ import jax
 import numpy as np
 
 from jaxinfer import __version__
+from jaxinfer.errors import JaxinferError
 from jaxinfer.files.made_from import PACKAGE, cpu_name, digest_of
 from jaxinfer.runtime.cluster import Cluster, Engine, describe_attention
+from jaxinfer.runtime.ffn.ffn_stage import FfnStage
 from jaxinfer.runtime.processes.pipeline_worker import AnyRemote
 from jaxinfer.runtime.processes.process_group import Progress
 from jaxinfer.runtime.profiling.measure_steps import measure_steps
+from jaxinfer.runtime.profiling.profile_ffn import emulate_parts, measure_parts
+from jaxinfer.runtime.stage.stage_plan import StageFacts
 from jaxinfer.serving.batch import Batch
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.step_fit import StepFit
@@ -60,6 +64,7 @@ def profile_key(engine: Engine, model: str) -> dict[str, Any]:
                 "kernels": stage.config.kernels,
             }
             | ({"attention": places} if (places := describe_attention(stage)) else {})
+            | _ffn_key(stage)
             for stage, group in zip(engine.plans, engine.groups, strict=True)
         ],
         "chunk_tokens": options.max_num_batched_tokens,
@@ -75,6 +80,11 @@ def profile_key(engine: Engine, model: str) -> dict[str, Any]:
         "cpu": cpu_name(),
         "code": _code(),
     }
+
+
+def _ffn_key(stage: StageFacts) -> dict[str, Any]:
+    devices = stage.ffn.devices if stage.ffn else []
+    return {"ffn": [device.device_kind for device in devices]} if devices else {}
 
 
 @cache
@@ -138,20 +148,21 @@ def profile_engines(
         for name, grid in grids.items():
             measure(name, grid.steps, parts[name], (passes - number) * len(grid.steps))
     return {
-        name: _profile(grids[name], best[name], profile_key(engine, model))
+        name: _profile(grids[name], best[name], engine, profile_key(engine, model))
         for name, (engine, model) in engines.items()
     }
 
 
 def _profile(
-    grid: "Grid", found: Mapping[tuple[Part, ...], StepPoint], key: dict[str, Any]
+    grid: "Grid", found: Mapping[tuple[Part, ...], StepPoint], engine: Engine, key: dict[str, Any]
 ) -> Profile:
     prefills = []
     for length in grid.lengths:
         chunks = [found[part,].stages for part in grid.prefill(length)]
         prefills.append((length, tuple(sum(times) for times in zip(*chunks, strict=True))))
     mixed = [(p, d, found[parts].stages) for p, d, parts in grid.mixed]
-    return Profile(key, prefills, mixed, list(found.values()))
+    ffn, own = measure_parts(engine, grid.steps, PASSES)
+    return Profile(key, prefills, mixed, list(found.values()), ffn, own)
 
 
 @dataclass(frozen=True)
@@ -173,7 +184,7 @@ class Needs:
             for name, engine in self.cluster.engines.items()
             if self.cluster.config.instances[name].computes
             if self.fits
-            or max(self.cluster.slowdowns(name)) > 1
+            or self.cluster.is_emulated(name)
             or any(stage.link for stage in engine.stages)
         }
 
@@ -210,6 +221,14 @@ def _use_profiles(need: Needs) -> dict[str, StepFit]:
         profile = load_profile(profile_key(engine, need.model))
         assert profile
         slowdowns = need.cluster.slowdowns(name)
+        if need.cluster.is_emulated(name) and isinstance(stage := engine.stages[0], FfnStage):
+            if need.fits:
+                raise JaxinferError(
+                    f"instances.{name}: its system goes by fits of step times, which do not tell "
+                    "of the parts of a step: leave out emulate, or ffn"
+                )
+            emulate_parts(stage, profile, need.cluster.config.groups, *engine.groups)
+            continue
         if need.fits:
             fits[name] = profile.fit(slowdowns)
         for stage, slowdown, times in zip(
