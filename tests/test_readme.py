@@ -21,7 +21,8 @@ HEADLINES = {
     "multivendor": "Fig. 9: gain in a request's tokens/s, 512+1024 at 3/s, %",
     "hetis": "13B and OPT-30B: the most by which requests/s are better than a pipeline's",
     "hexgen2": "Table 3, Llama-2-70B in setting 1, mean of the five (tokens/s)",
-    "hexgen3": "the paper's gain per dollar on unlike GPUs, by such estimates, by our rooflines",
+    "hexgen3": "estimated requests per dollar of HexGen-3 on unlike GPUs over HexGen-2, "
+    "by our rooflines",
     "aladdin": "fewer GPUs than workers of four with the shortest queue, by what a process costs",
     "sharding": "decode, 64 rows (s)",
     "vidur_search": "the best of another trace costs up to twice as much",
