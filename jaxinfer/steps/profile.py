@@ -115,8 +115,8 @@ def read_profile(path: Path) -> Profile:
         [(n, tuple(t)) for n, t in stored["prefills"]],
         [(p, d, tuple(t)) for p, d, t in stored["mixed"]],
         _points(stored["points"]),
-        [(tokens, seconds) for tokens, seconds in stored.get("ffn", [])],
-        _points(stored.get("own", [])),
+        tuple((tokens, seconds) for tokens, seconds in stored.get("ffn", [])),
+        tuple(_points(stored.get("own", []))),
     )
 
 
@@ -127,14 +127,15 @@ def _points(stored: Iterable[Any]) -> list[StepPoint]:
 def store_profile(profile: Profile, folder: Path | None = None) -> Path:
     """Store the profile for later runs."""
     path = profile_path(profile.key, folder)
-    record = {
+    record: dict[str, Any] = {
         "key": profile.key,
         "prefills": profile.prefills,
         "mixed": profile.mixed,
         "points": [(point.parts, point.stages) for point in profile.points],
-        "ffn": profile.ffn,
-        "own": [(point.parts, point.stages) for point in profile.own],
     }
+    if profile.ffn:
+        record["ffn"] = profile.ffn
+        record["own"] = [(point.parts, point.stages) for point in profile.own]
     write_record(path, record)
     return path
 

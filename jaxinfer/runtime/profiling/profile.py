@@ -162,7 +162,7 @@ def _profile(
         prefills.append((length, tuple(sum(times) for times in zip(*chunks, strict=True))))
     mixed = [(p, d, found[parts].stages) for p, d, parts in grid.mixed]
     ffn, own = measure_parts(engine, grid.steps, PASSES)
-    return Profile(key, prefills, mixed, list(found.values()), ffn, own)
+    return Profile(key, prefills, mixed, list(found.values()), tuple(ffn), tuple(own))
 
 
 @dataclass(frozen=True)

@@ -148,6 +148,9 @@ class Cluster:
     def slowdowns(self, name: str) -> list[float]:
         return self._slowdowns[name]
 
+    def is_emulated(self, name: str) -> bool:
+        return max(self._slowdowns[name]) > 1
+
 
 def needs(cluster: Cluster, fits: bool) -> Needs:
     given: Any = cluster
