@@ -26,7 +26,10 @@ with_model = click.option(
 
 
 def settings_of(what: str, example: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add ``--set`` to a command that takes a file of this kind."""
+    """Return a decorator that adds ``--set`` to a command.
+
+    Its help text names ``what`` kind of file the command takes, and shows the ``example``.
+    """
     return click.option(
         "--set",
         "settings",
@@ -164,7 +167,7 @@ def new_file(path: str, force: bool) -> Path:
 
 
 def own_folder(folder: Path, name: str, text: str) -> Path:
-    """Return a folder for results that are added one by one: a new one, or one to continue.
+    """Return a new folder for results that are added one by one, or the folder to continue in.
 
     Args:
         name: name of the file that says what the folder is for.

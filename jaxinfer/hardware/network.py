@@ -46,7 +46,7 @@ class Network(Generic[Tag]):
         self._changed = False
 
     def start(self, tag: Tag, path: Sequence[Link], num_bytes: float, now: float) -> None:
-        """Send bytes over all links of a path at once."""
+        """Start a flow of bytes that uses all links of a path simultaneously."""
         self._advance(now)
         links, number = tuple(path), next(self._numbers)
         way = self._ways.setdefault(links, _Way(links))

@@ -52,7 +52,7 @@ class Latencies:
 
 @dataclass
 class LatencyTotals:
-    """The values of the requests so far, with the names of ``Latencies``."""
+    """The latencies of the requests so far, one field for each kind in ``Latencies``."""
 
     ttft: StreamPercentiles = field(default_factory=StreamPercentiles)
     tpot: StreamPercentiles = field(default_factory=StreamPercentiles)

@@ -128,9 +128,7 @@ class RunLines:
 
 
 def read_lines(folder: str | Path) -> RunLines:
-    """Read a run's folder.
-
-    See ``run_folder.py``, which writes it.
+    """Read a run's files as JSON values; ``run_folder.py`` describes them.
 
     Raises:
         JaxinferError: a file is missing or is not JSON, or the run did not finish.
@@ -184,7 +182,7 @@ def reporting_damage(folder: str | Path) -> Iterator[None]:
 
 
 def read_run(folder: str | Path, name: str | None = None) -> RunRecord:
-    """Read a run's folder.
+    """Read a run's files as records, for figures, tables and pictures.
 
     Args:
         name: name for the run; by default its system's name.

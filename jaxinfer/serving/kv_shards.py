@@ -48,7 +48,7 @@ class HeldPages(HeldSlices):
 
     @property
     def num_cached(self) -> int:
-        """KV entries at the beginning whose pages came from the prefix cache, if it is new."""
+        """KV entries at the beginning of a new hold, whose pages came from the prefix cache."""
         return len(self.cached) * self.kv.page_size
 
     def grow(self, num_tokens: int) -> bool:

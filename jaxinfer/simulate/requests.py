@@ -93,7 +93,7 @@ class ModelledRequests:
         return request
 
     def state(self, number: int, arrival: float) -> RequestState:
-        """Return the loop's state of one request."""
+        """Make the state with which one request enters the loop."""
         item, shown = self._work[number], self._work[number].max_tokens
         if self._limit:
             shown = int(min(self._limit, self._longest - item.prompt_len))

@@ -65,7 +65,7 @@ class LinearStage:
         return lambda seen: step_s + share * (fixed + context_s * seen)
 
     def floor(self) -> StepFloor:
-        """Return the least time of steps, which ignores the entries before chunks."""
+        """Return the parts of a lower bound on step times; it ignores the entries before chunks."""
         costs = self._costs
         return StepFloor(
             step_s=costs.step_s,

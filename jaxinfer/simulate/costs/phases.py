@@ -28,7 +28,7 @@ from jaxinfer.serving.batch import Work
 
 
 def prompt_pairs(chunks: Sequence[tuple[int, int]]) -> int:
-    """Return how much chunks (as in ``Work``) add to the squares of their prompts' lengths."""
+    """Return by how much chunks (see ``Work``) raise the sum of their prompts' squared lengths."""
     return sum([count * (2 * start + count) for start, count in chunks])
 
 
