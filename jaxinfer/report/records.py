@@ -33,8 +33,8 @@ class TransferRecord:
     """A transfer of KV. Times are in seconds.
 
     Attributes:
-        requested: time of the request for the transfer.
-        start: time when the first byte left.
+        requested: time at which the transfer was requested.
+        start: time at which the first byte left.
         hidden_s: seconds of the transfer during which the destination was computing, or the source
             was computing the prompt.
     """
@@ -92,7 +92,7 @@ class RequestRecord:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run.
+    """A finished run, read from its folder.
 
     Attributes:
         name: name of the system, or the reader's name for the run.
@@ -113,7 +113,7 @@ class RunRecord:
 
     @property
     def rate(self) -> float:
-        """Requests per second, from the start to the end of the last one."""
+        """Requests per second, from the start of the run to the end of its last request."""
         return len(self.requests) / self.wall_s
 
 
