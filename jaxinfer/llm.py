@@ -103,7 +103,7 @@ class LLM:
 
     @classmethod
     def from_config(cls, run_file: str | Path | RunFile, *, progress: bool = True) -> "LLM":
-        """Build from a run file's model, cluster and system.
+        """Make an LLM with the model, cluster and system of a run file.
 
         Raises:
             JaxinferError: as the constructor, or the run file is wrong or names no model.
@@ -114,7 +114,7 @@ class LLM:
 
     @classmethod
     def load_all(cls, configs: Mapping[str, RunFile], *, progress: bool = True) -> "dict[str, LLM]":
-        """Load several models at once, by any key; those that must be profiled take turns.
+        """Load several LLMs at once, under the keys of ``configs``; any profiling is done in turn.
 
         Raises:
             JaxinferError: see ``from_config``.
@@ -215,8 +215,9 @@ class LLM:
         return self._outputs(asked, progress, run_dir)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the sampling parameters of calls without any: see
-        ``EngineOptions.generation_config``.
+        """Return the sampling parameters that are used if a call has none.
+
+        See ``EngineOptions.generation_config``.
         """
         return self.generation.params()
 
@@ -237,10 +238,7 @@ class LLM:
     def requests_of_line(
         self, custom_id: str, prompt_token_ids: Sequence[int], given: SamplingParams
     ) -> list[RequestState]:
-        """Make the requests for a line of a batch.
-
-        Options that it does not set are the model's defaults.
-        """
+        """Make the requests for a batch line; options that it lacks are the model's defaults."""
         return self._maker.make(custom_id, prompt_token_ids, self.generation.complete(given))
 
     def run(
@@ -261,7 +259,7 @@ class LLM:
         unfinished requests is twice the number that all instances run at once (``max_num_seqs``),
         plus 16; of finished requests, only the ids are kept. A request that is read after its
         ``arrival`` arrives when it is read. One with ``after_ends`` arrives ``arrival`` seconds
-        after that number of prompts of the run have ended. Continuations of one prompt must follow
+        after that many prompts of the run have ended. Continuations of one prompt must follow
         one another.
 
         Args:

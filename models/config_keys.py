@@ -62,7 +62,7 @@ class Keys:
         return num_heads, num_kv_heads
 
     def count(self, key: str, default: int) -> int:
-        """Return an integer of at least 0."""
+        """Return the value of ``key``, which must be an integer of at least 0."""
         value = self.values.get(key, default)
         if type(value) is not int or value < 0:
             raise self.wrong(key, value, "an integer from 0 on")

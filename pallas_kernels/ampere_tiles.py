@@ -86,7 +86,7 @@ class OnGpu:
         return found
 
     def iota(self, shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
-        """Return numbers along an axis, int32."""
+        """Return an int32 array with the indices along an axis."""
         found: jax.Array = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
         return found
 

@@ -50,7 +50,7 @@ def chunk_tiles(
 
 
 def pieces(size: int) -> list[tuple[int, int]]:
-    """Return start and size of powers of two that add up to ``size``, the largest first."""
+    """Split ``size`` into powers of two, largest first; return the start and length of each."""
     pieces, start = [], 0
     while start < size:
         length = 1 << ((size - start).bit_length() - 1)

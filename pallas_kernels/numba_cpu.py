@@ -237,7 +237,7 @@ def decode_attention(
     length_S: jax.Array,
     window: int | None = None,
 ) -> jax.Array:
-    """Attend as ``reference.decode_attention``, over entries of float32 or bfloat16."""
+    """Attend as ``reference.decode_attention`` does, over float32 or bfloat16 entries."""
     each_S1 = jnp.arange(len(length_S) + 1, dtype=jnp.int32)
     return _attend(q_SNH, kv, page_table_SM, length_S - 1, each_S1, window, 1)
 
@@ -250,5 +250,5 @@ def chunk_attention(
     row_C1: jax.Array,
     window: int | None = None,
 ) -> jax.Array:
-    """Attend as ``reference.chunk_attention``; rows without a chunk give 0."""
+    """Attend as ``reference.chunk_attention`` does; rows without a chunk give 0."""
     return _attend(q_TNH, kv, page_table_CM, start_C, row_C1, window, TILE_ROWS)

@@ -26,7 +26,7 @@ def has(feature: str) -> bool:
 
 
 class TileSizes(NamedTuple):
-    """Sizes of kernels' tiles, by a processor's registers.
+    """Tile sizes of the kernels, chosen for a processor's registers.
 
     Attributes:
         lanes: number of floats in a register.

@@ -178,7 +178,7 @@ def dim(buffers: int, i: int, axis: int) -> int:
 
 @nb.njit
 def take(shared: int) -> int:
-    """Take the number of the next unit; beyond the last one, nothing is left to do."""
+    """Claim the next unit and return its number; a number past the last means that none is left."""
     return _fetch_add(shared + 8 * NEXT, 1)
 
 

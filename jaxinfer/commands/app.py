@@ -27,7 +27,7 @@ _OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE, errno.EIO)
 
 
 class Commands(LazyGroup):
-    """All commands. The names that earlier versions had for checks work for one more release."""
+    """All commands. Names that checks had in earlier versions work for one more release."""
 
     def resolve_command(
         self, context: click.Context, args: list[str]

@@ -82,7 +82,7 @@ class BatchJob:
         """Read through the input, and start or resume the output; no weights are loaded yet.
 
         Args:
-            show: number of ``answers`` to keep.
+            show: number of lines whose ``answers`` to keep.
             started: time for chat templates if this is the job's first start; by default now.
 
         Raises:
@@ -181,7 +181,7 @@ class BatchJob:
         return llm
 
     def answers(self) -> list[tuple[str, str]]:
-        """Prompts and answers of the first lines that this process has served."""
+        """Return prompts and answers of the first lines that this process has served."""
         return [self._answers[number] for number in sorted(self._answers)]
 
     @property
@@ -191,7 +191,7 @@ class BatchJob:
         return out if out.exists() else lines_of(self._output)
 
     def newest_run(self) -> Path:
-        """The folder of this process's run."""
+        """Return the folder of this process's run."""
         return run_folders(Path(self.run_folder))[-1]
 
     @property

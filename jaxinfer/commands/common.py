@@ -26,7 +26,10 @@ with_model = click.option(
 
 
 def settings_of(what: str, example: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add ``--set`` to a command that takes a file of this kind."""
+    """Return a decorator that adds ``--set`` to a command.
+
+    Its help text names ``what`` kind of file the command takes, and shows the ``example``.
+    """
     return click.option(
         "--set",
         "settings",
@@ -66,7 +69,7 @@ with_ray = click.option(
 
 @contextmanager
 def cores(ray_address: str | None, jobs: int | None = None) -> Iterator[tuple[Any, int]]:
-    """Yield a ``map`` over the cores of this machine or of a cluster, and their number."""
+    """Yield a ``map`` that uses the cores of this machine or a cluster, and their number."""
     if ray_address:
         refuse("for this machine; --ray uses the cluster's cores", {"--jobs": jobs})
         from jaxinfer.ray.tasks import RayMap
@@ -82,12 +85,12 @@ def cores(ray_address: str | None, jobs: int | None = None) -> Iterator[tuple[An
 
 
 def ray_settings(address: str | None) -> list[str]:
-    """Return the address of a Ray cluster as settings of the run file."""
+    """Return the run file's setting for the address of a Ray cluster, if there is one."""
     return [f"ray={json.dumps(address)}"] if address else []
 
 
 def ledger_settings(ledger: bool) -> list[str]:
-    """Return the setting of the run file that keeps a ledger, if ``ledger``."""
+    """Return the run file's setting that keeps a ledger if ``ledger``, otherwise none."""
     return ["ledger=true"] if ledger else []
 
 
@@ -97,7 +100,7 @@ def say(text: str) -> None:
 
 
 def workload_settings(trace: str | None, limit: int | None) -> list[str]:
-    """Return settings of the run file for a trace, which replaces its workload, and for a limit."""
+    """Return the run file's settings that replace its workload by a trace, and that set a limit."""
     settings = [f"workload.trace={json.dumps(trace)}", "workload.synthetic="] if trace else []
     return settings + ([f"workload.limit={limit}"] if limit else [])
 
@@ -108,7 +111,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def refuse(why: str, options: dict[str, object]) -> None:
-    """Raise JaxinferError for the first option that is given."""
+    """Raise JaxinferError, saying ``NAME is WHY``, for the first of these options that is given."""
     for name, value in options.items():
         if value:
             raise JaxinferError(f"{name} is {why}")
@@ -122,7 +125,7 @@ def new_results(out: Path, is_kept: Callable[[Path], bool] = lambda _: False) ->
         is_kept: see ``left_as_found``.
 
     Raises:
-        JaxinferError: it cannot be made, or is not empty.
+        JaxinferError: the folder cannot be made, or is not empty.
     """
     from jaxinfer.report.comparison import new_folder
 
@@ -137,8 +140,8 @@ def left_as_found(out: Path, existed: bool, is_kept: Callable[[Path], bool]) -> 
     """Restore the folder after a failure, so that a corrected command can be run again.
 
     Args:
-        existed: whether there was a folder, which was empty.
-        is_kept: returns whether the folder's contents are valuable, so that all of it stays.
+        existed: whether there was a folder before (an empty one).
+        is_kept: returns whether the folder's contents are worth keeping; all of it then stays.
     """
     try:
         yield
@@ -164,7 +167,7 @@ def new_file(path: str, force: bool) -> Path:
 
 
 def own_folder(folder: Path, name: str, text: str) -> Path:
-    """Return a folder for results that are added one by one: a new one, or one to continue.
+    """Return a new folder for results that are added one by one, or the folder to continue in.
 
     Args:
         name: name of the file that says what the folder is for.
@@ -202,8 +205,9 @@ def kept_results(
     is removed if a failure occurs before the first result.
 
     Args:
-        name, text: see ``own_folder``; ``lines``: of the file that keeps what is found;
-            ``version``: see ``KeptResults``.
+        name, text: see ``own_folder``.
+        lines: name of the file with the results.
+        version: see ``KeptResults``.
 
     Raises:
         JaxinferError: see ``own_folder``, or a file in it cannot be read or written.

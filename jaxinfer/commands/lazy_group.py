@@ -8,7 +8,7 @@ import click
 
 
 class LazyGroup(click.Group):
-    """Commands by name, each a function in a module of the same name, with _ for -.
+    """Commands by name. Each is a function in a module of the same name, with _ for -.
 
     Args:
         package: package that contains the modules.

@@ -253,7 +253,7 @@ def _search(question: "LayoutQuestion") -> "dict[str, AxisAssignment | PricedLay
 def run_file_parts(
     question: "LayoutQuestion", findings: "list[LayoutFinding]", out: Path | None
 ) -> dict[str, list[str]]:
-    """Return lines of a run file with the fastest layout that fits, for each phase.
+    """Return, for each phase, lines of a run file that choose the fastest layout that fits.
 
     Args:
         findings: results of layouts that engines support.

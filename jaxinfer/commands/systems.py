@@ -25,7 +25,7 @@ def run_systems(
     rounds: int,
     one_by_one: bool = False,
 ) -> Runs:
-    """Run systems in turn and write to a new folder; with 0 rounds, simulate them."""
+    """Run systems in turn, with results in a new folder; with 0 rounds, simulate them."""
     from jaxinfer.lab.compare import compare_systems, simulate_systems
 
     with new_results(out, is_kept=_has_finished_run if rounds else lambda _: False):
@@ -41,7 +41,7 @@ def _has_finished_run(out: Path) -> bool:
 
 
 def systems_json(runs: Runs, bounds: Mapping[str, float]) -> dict[str, Any]:
-    """Return the figures of all systems, in the form of ``compare.json``, and the given bounds."""
+    """Return the figures and bounds of all systems, in the form of ``compare.json``."""
     from jaxinfer.report.comparison import document
 
     found = document(runs, command_line())
@@ -51,7 +51,7 @@ def systems_json(runs: Runs, bounds: Mapping[str, float]) -> dict[str, Any]:
 
 
 def print_systems(runs: Runs) -> None:
-    """Print a table of the systems, and those whose steps exceeded the measured range."""
+    """Print a table of the systems, and name those whose steps exceeded the measured range."""
     from jaxinfer.report.comparison import comparison_table
     from jaxinfer.report.table import beyond_measured
 
@@ -95,19 +95,19 @@ def write_systems(runs: Runs, out: Path, pictures: str | None) -> str:
 
 
 def command_line() -> str:
-    """The command that runs."""
+    """Return the command line of the command that is running."""
     return shlex.join(["jaxinfer", *sys.argv[1:]])
 
 
 def with_bound(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the option ``--bound`` of commands that use ``print_share``."""
+    """Add the option ``--bound`` to a command, which passes the bound to ``print_share``."""
     return click.option(
         "--bound", is_flag=True, help="Also print an upper bound on the rate of any system."
     )(command)
 
 
 def bound_rate(config: RunFile, work: Sequence[BenchRequest]) -> float:
-    """Return the upper bound for the requests per second of any system on the cluster.
+    """Return an upper bound on the requests per second of any system on the cluster.
 
     Raises:
         JaxinferError: the cluster has no bound.
@@ -119,7 +119,7 @@ def bound_rate(config: RunFile, work: Sequence[BenchRequest]) -> float:
 
 
 def print_share(bound: float, rate: float, name: str = "") -> None:
-    """Print a rate, in requests per second, and the bound of its cluster and workload."""
+    """Print a rate in requests per second, and its share of the upper bound for any system."""
     what = f"{rate / bound:.3f} of {bound:.3g}, the upper bound for any system on this cluster"
     if rate > bound:
         what = f"above {bound:.3g}, the upper bound for a sustained rate: use more requests"

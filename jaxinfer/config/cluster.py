@@ -26,10 +26,10 @@ class InstanceConfig(EngineOptions):
         group: Group that holds the instance, if it has a single stage.
         stages: Pipeline stages, in order; sampled tokens then pass through the host, and
             ``launch_ahead`` is off.
-        role: A word that the system reads and may change (``SetRole``). Figures count the seconds
-            in each role.
-        segments: Number of parts in which a stage's layers are compiled, for ``per_segment``. KV is
-            sent as soon as its part is computed.
+        role: A word that the system reads and may change (``SetRole``). Figures state the seconds
+            that the instance spent in each role.
+        segments: Number of parts in which a stage's layers are compiled, for ``per_segment``. The
+            KV of a part is sent as soon as the part is computed.
         computes: With ``false``, the instance has no weights and only stores pages for the
             instances that name it as ``eviction.tier``.
     """
@@ -117,7 +117,7 @@ class InstanceConfig(EngineOptions):
 
 
 class LinkConfig(Options):
-    """A link between two groups. Between CPU groups it is emulated: data arrives no sooner.
+    """A link between two groups. Between CPU groups it is emulated, by holding data back.
 
     Attributes:
         between: Names of two groups.
@@ -146,8 +146,8 @@ class ClusterConfig(Options):
 
     Attributes:
         ray: Address of the Ray cluster that finds hosts for groups; None if no group asks for it.
-        lent: For each attention or FFN group in another process, its number of devices; used only
-            in one process's part of a cluster.
+        lent: For each attention or FFN group in another process, its number of devices; set only
+            in the part of a cluster that one process has.
     """
 
     groups: Named[GroupConfig]
@@ -214,7 +214,7 @@ class ClusterConfig(Options):
     def load_format(self) -> str:
         """The ``load_format`` of all instances: see ``EngineOptions``.
 
-        A process with only attention or FFN groups has no instance.
+        It is ``dummy`` in a process with only attention or FFN groups, which has no instance.
         """
         return next((i.load_format for i in self.instances.values()), "dummy")
 
@@ -283,7 +283,7 @@ class ClusterConfig(Options):
 
     @property
     def computing(self) -> dict[str, InstanceConfig]:
-        """The instances that a system sees."""
+        """The instances that compute, which are those that a system sees."""
         return {name: each for name, each in self.instances.items() if each.computes}
 
     def _check_group(self, where: str, name: str) -> None:
@@ -291,7 +291,7 @@ class ClusterConfig(Options):
             raise JaxinferError(f"{where}: no group {name!r}: {did_you_mean(name, self.groups)}")
 
     def home(self, group: str) -> str:
-        """Return the group that has the devices: itself, or the group whose devices it shares."""
+        """Return the group that owns the devices: this one, or the one whose devices it shares."""
         return self.groups[group].shares or group
 
     def link(self, source: str, dest: str) -> LinkConfig | None:
@@ -301,7 +301,7 @@ class ClusterConfig(Options):
 
     @property
     def emulated(self) -> list[str]:
-        """Return descriptions of all emulated parts."""
+        """Descriptions of all emulated groups and links."""
         groups = [
             f"group {name}"
             + (f" {group.slowdown:g} times slower" if group.emulate else "")
@@ -316,7 +316,7 @@ class ClusterConfig(Options):
 
 
 def instance_options(options: EngineOptions, num_stages: int) -> InstanceOptions:
-    """Return an engine's options for scheduling, given its number of pipeline stages."""
+    """Return the scheduling options of an engine with this number of pipeline stages."""
     ahead = options.launch_ahead and num_stages == 1
     return InstanceOptions(
         max_num_seqs=options.max_num_seqs,
@@ -336,7 +336,7 @@ def instance_options(options: EngineOptions, num_stages: int) -> InstanceOptions
 
 
 def one_engine(options: EngineOptions) -> ClusterConfig:
-    """The cluster of a run file without ``instances``: one engine on the first devices."""
+    """Return the cluster of a run file without ``instances``: one engine on the first devices."""
     given: Mapping[str, Any] = {
         name: getattr(options, name)
         for name in options.model_fields_set

@@ -65,7 +65,7 @@ class GroupCosts(Options):
         return value
 
     def model_post_init(self, context: Any, /) -> None:
-        """Refuse two kinds of costs."""
+        """Refuse costs of more than one kind."""
         _one_kind(self)
 
 
@@ -116,7 +116,7 @@ class SimulateOptions(Options):
     groups: Named[GroupCosts] = Field(default_factory=dict)
 
     def model_post_init(self, context: Any, /) -> None:
-        """Refuse a node without a hardware file, and two kinds of costs."""
+        """Refuse a node without a hardware file, and costs of more than one kind."""
         _one_kind(self)
         kind = measured_kind(self)
         for name, group in self.groups.items():
@@ -147,7 +147,7 @@ class SimulateOptions(Options):
 
     @property
     def where(self) -> str:
-        """Name of the section that the costs come from, with a colon; empty for the roofline."""
+        """Name of the section that the costs come from, and a colon; empty for the roofline."""
         return f"simulate.{self._where}{self.measured}: " if self.measured else ""
 
 

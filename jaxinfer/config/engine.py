@@ -197,11 +197,11 @@ class EngineOptions(Options):
 
     @property
     def num_stages(self) -> int:
-        """Number of pipeline stages; as many steps at a time share the running requests."""
+        """Number of pipeline stages; the running requests are divided among as many steps."""
         return 1
 
     def sharing_gpu(self, users: int) -> Self:
-        """Return options with an equal part of a shared GPU's memory, unless a part is given.
+        """Return options with an equal share of a shared GPU's memory, unless a share is set.
 
         Args:
             users: number of stages on the GPU, including this one.
@@ -213,7 +213,7 @@ class EngineOptions(Options):
     def on_gpu(self) -> Self:
         """Return options with a GPU's default step sizes, as far as other options allow them.
 
-        A modelled GPU has the given sizes, or those of a CPU.
+        Not for modelled GPUs: without given sizes, these have the defaults of a CPU.
         """
         given, buckets = self.model_fields_set, self.token_buckets
         tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs

@@ -11,10 +11,10 @@ from jaxinfer.options.validation import OptionError, did_you_mean
 
 
 def check_ffn_stages(options: EngineOptions, stages: Sequence[StageConfig], segments: int) -> None:
-    """Refuse options of an instance that do not go with FFN groups.
+    """Refuse options of an instance that cannot be combined with FFN groups.
 
     Raises:
-        OptionError: it names the option.
+        OptionError: an option cannot be combined; the message names it.
     """
     if not any(stage.ffn for stage in stages):
         if options.micro_batches > 1:
@@ -43,15 +43,15 @@ def check_ffn_groups(
     instances: Mapping[str, Sequence[StageConfig]],
     needed: Counter[str],
 ) -> None:
-    """Check groups with the FFN of a stage: each has that alone, on all of its devices.
+    """Check that each FFN group computes nothing but one stage's FFN, on all of its devices.
 
     Args:
         instances: stages of each instance.
-        needed: number of devices that stages and attention need of each group; those of FFN groups
-            are added.
+        needed: number of devices that stages and attention need of each group; this function adds
+            the numbers of FFN groups.
 
     Raises:
-        JaxinferError: it names the group.
+        JaxinferError: a group computes something else, or has other devices; the message names it.
     """
     users: dict[str, str] = {}
     for name, stages in instances.items():

@@ -133,10 +133,10 @@ class GroupConfig(Options):
 
 
 def check_shared(groups: Mapping[str, GroupConfig]) -> None:
-    """Refuse groups that share unknown devices, or devices that are not a group's own.
+    """Check that groups share only devices that are another group's own.
 
     Raises:
-        JaxinferError: it names the group.
+        JaxinferError: a group shares unknown or borrowed devices; the message names the group.
     """
     for name, group in groups.items():
         if not group.shares:

@@ -11,7 +11,7 @@ from jaxinfer.errors import JaxinferError
 def count_layers(
     total: int, stages: Sequence[StageConfig], speed: Callable[[int], float]
 ) -> list[int]:
-    """Return the number of layers of each stage: as stated, or by stated or measured shares.
+    """Return each stage's number of layers: as stated, or by stated shares or measured speeds.
 
     Args:
         speed: returns a stage's speed by its number; called if nothing is stated.
@@ -31,7 +31,7 @@ def count_layers(
 
 
 def by_shares(total: int, shares: Sequence[float]) -> list[int]:
-    """Return whole numbers, at least 1, that add up to ``total`` and are nearest to the shares."""
+    """Return the whole numbers from 1 on that add up to ``total`` and are nearest to the shares."""
     exact = [total * share / sum(shares) for share in shares]
     # The whole parts; the rest goes to the largest remainders.
     counts = [int(value) for value in exact]

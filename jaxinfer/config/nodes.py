@@ -23,7 +23,7 @@ class NodeOptions(Options):
     Attributes:
         gpu: name of the GPU in ``configs/gpus.yaml`` or a section ``gpus``.
         gpus: number of GPUs.
-        nic_gb_s: bandwidth to other nodes, of all GPUs together, in 10^9 bytes per second in each
+        nic_gb_s: bandwidth of all GPUs together to other nodes, in 10^9 bytes per second in each
             direction.
         link_gb_s: bandwidth between its GPUs, in 10^9 bytes per second in each direction; by
             default the GPU's own.
@@ -45,7 +45,7 @@ class NodeOptions(Options):
     flops_scale: float = Field(default=1.0, gt=0, le=1)
 
     def as_gpu(self, known: Catalogue) -> Gpu:
-        """Return the node's GPU, with the node's own numbers.
+        """Return the node's GPU; numbers that the node states replace the GPU's.
 
         Raises:
             JaxinferError: the GPU's name is unknown.
@@ -110,7 +110,7 @@ class Hardware(Options):
         return {**data, "nodes": nodes}
 
     def model_post_init(self, context: Any, /) -> None:
-        """Refuse links of unknown nodes, and two links of one pair."""
+        """Refuse links of unknown nodes, and two links between one pair of nodes."""
         pairs = set()
         for number, link in enumerate(self.links):
             where = f"links[{number}].between"
@@ -178,8 +178,7 @@ class Placement:
         return self.node(group).as_gpu(self.known)
 
     def path(self, source: str, dest: str, gpu_pairs: int = 1) -> NetworkPath:
-        """Return the path between two GPUs of a node, or between nodes by their link or network
-        cards.
+        """Return the path between groups: within a node, or between nodes by link or network cards.
 
         Args:
             gpu_pairs: number of pairs of GPUs that send at the same time, within a node.
@@ -210,7 +209,7 @@ class Placement:
 
     @property
     def watts(self) -> float | None:
-        """Watts of all GPUs of the used nodes; None if one's is unknown."""
+        """Watts of all GPUs of the used nodes; None if the watts of a node are unknown."""
         return sum_known(node.total_watts(self.known) for node in self.used.values())
 
     def describe(self) -> dict[str, object]:
@@ -233,7 +232,7 @@ class Placement:
 
 
 def read_hardware(file: str, known: Catalogue | None = None) -> Hardware:
-    """Read a YAML file, whose path is relative to the working directory.
+    """Read a hardware file (YAML), whose path is relative to the working directory.
 
     Args:
         known: GPUs and models of the run file.
@@ -272,7 +271,7 @@ def _check_gpu(name: str, node: NodeOptions, known: Catalogue) -> None:
 def place_groups(
     cluster: ClusterConfig, options: SimulateOptions, known: Catalogue | None = None
 ) -> Placement | None:
-    """Place all groups on nodes; None without a hardware file.
+    """Place all groups on the nodes of the hardware file; return None if there is no file.
 
     Args:
         known: GPUs and models of the run file.

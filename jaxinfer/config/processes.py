@@ -23,9 +23,9 @@ def is_divided(cluster: ClusterConfig, instance: str) -> bool:
 
 
 def part_of(cluster: ClusterConfig, process: str | None) -> ClusterConfig:
-    """Return one process's part as a cluster.
+    """Return the part of a cluster that one process has, as a cluster.
 
-    An instance whose stages are in several processes has only the stages of this process in it.
+    If an instance has stages in several processes, the part has only those of this process.
     """
     here: dict[str, Any] = {"environment": {}, "restart": 0}
     groups = {
@@ -47,7 +47,7 @@ def part_of(cluster: ClusterConfig, process: str | None) -> ClusterConfig:
 
 
 def started_together(cluster: ClusterConfig) -> list[list[str]]:
-    """Return groups that may be restarted: each alone, or all that share an instance.
+    """Return the groups that may be restarted, in lists of those that are started together.
 
     If an instance's stages may be restarted, its attention and FFN groups are restarted with them.
     """

@@ -1,4 +1,4 @@
-"""Measured operators published by others, as a run file names them."""
+"""Options that name measured operators which others have published."""
 
 from collections.abc import Mapping
 from functools import cache

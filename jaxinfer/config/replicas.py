@@ -13,7 +13,7 @@ Counts = Mapping[str, int]
 
 
 def replicate(section: str, entries: Mapping[Any, Any]) -> tuple[dict[str, Any], Counts]:
-    """Return entries with each one replaced by its replicas, and the numbers of replicas.
+    """Return the entries, each replaced by its replicas, and the numbers of replicas.
 
     Raises:
         OptionError: a number of replicas is wrong, or a name is already taken.
@@ -38,12 +38,12 @@ def replicate(section: str, entries: Mapping[Any, Any]) -> tuple[dict[str, Any],
 
 
 def names_of(name: str, counts: Counts) -> list[str]:
-    """Return the names of a name's replicas, or the name itself if it has none."""
+    """Return the names of the replicas of ``name``, or ``name`` itself if it has none."""
     return [f"{name}{number}" for number in range(counts[name])] if name in counts else [name]
 
 
 def replicate_cluster(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run file with all replicas by name, and with the references to them.
+    """Return a run file in which replicas are separate entries, and references name them.
 
     If an instance and its group both have replicas, instance i runs on group i; if groups share
     devices, group i shares those of group i. Costs in ``simulate.groups`` apply to each replica,

@@ -1,4 +1,4 @@
-"""A resolved run file: its instances and system, for both worlds (``site.py``: stages)."""
+"""A resolved run file: its instances and system, for both worlds. For stages see ``site.py``."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass

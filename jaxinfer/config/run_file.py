@@ -123,7 +123,7 @@ class RunFile(Options):
 
     @property
     def own(self) -> Catalogue:
-        """The GPUs and models that the file adds to the shipped ones."""
+        """The GPUs and models that the file defines in addition to the shipped ones."""
         return Catalogue(self.gpus, self.models)
 
     def require_model(self) -> str:
@@ -140,7 +140,7 @@ class RunFile(Options):
         return self.model
 
     def with_workload(self, **options: object) -> "RunFile":
-        """Return a run file with other options of its workload."""
+        """Return a copy of the run file in which these options of the workload are replaced."""
         return self.model_copy(update={"workload": self.workload.model_copy(update=options)})
 
     def requests(
@@ -197,7 +197,7 @@ class RunFile(Options):
 
 
 def load_run_file(path: str | Path | None, settings: Sequence[str] = ()) -> RunFile:
-    """Read a run file, or start from nothing, and apply settings such as ``engine.seed=1``.
+    """Read a run file, or begin with an empty one, and apply settings such as ``engine.seed=1``.
 
     Raises:
         JaxinferError: the file or a setting is wrong.
@@ -226,10 +226,10 @@ def _given(options: object) -> Any:
 
 
 def read_run_file(path: Path) -> dict[str, Any]:
-    """Read a run file's mapping, unchecked.
+    """Read the contents of a run file without checking its options.
 
     Raises:
-        JaxinferError: the file cannot be read, or has no mapping.
+        JaxinferError: the file cannot be read, or is not a mapping.
     """
     try:
         data = read_yaml(path)

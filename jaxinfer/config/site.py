@@ -1,4 +1,4 @@
-"""Works out a modelled cluster, as finished values, from a run file."""
+"""Computes the final values of a modelled cluster from a run file."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -66,7 +66,7 @@ def model_groups(resolved: Resolved) -> tuple[Placement | None, dict[str, SiteGr
 
 
 def model_site(resolved: Resolved) -> ModelledSite:
-    """Compute a cluster whose groups name GPUs, or nodes of a hardware file.
+    """Compute the values of a cluster whose groups name GPUs, or nodes of a hardware file.
 
     Raises:
         JaxinferError: a GPU, a model or a link is missing, or the instances cannot divide the model

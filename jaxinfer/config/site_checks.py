@@ -9,7 +9,7 @@ from jaxinfer.options.validation import OptionError, did_you_mean
 
 
 def check_played(cluster: ClusterConfig) -> None:
-    """Refuse groups on the same devices whose steps would take turns there.
+    """Refuse groups on the same devices whose steps would have to take turns.
 
     Raises:
         JaxinferError: groups share devices but do not emulate their own, or one of them belongs to

@@ -1,6 +1,6 @@
 """A modelled cluster in final values: its groups, its instances' stages, and their paths.
 
-``site.model_site`` works them out of a run file; the simulator reads them.
+``site.model_site`` computes them from a run file, and the simulator reads them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -89,7 +89,7 @@ class SiteStage:
 
     @property
     def groups(self) -> list[SiteGroup]:
-        """Return the groups that may store its KV heads: its own, then one per other device."""
+        """The group of each shard of its KV heads: its own, then one per attention device."""
         return [
             self.group,
             *(each.group for each in self.attention for _ in range(each.group.devices)),
@@ -120,7 +120,7 @@ class ModelledSite:
 
 
 def total_watts(placement: Placement | None, groups: Iterable[SiteGroup]) -> float | None:
-    """Return the watts of the GPUs, or of whole nodes if there are any; None if unknown."""
+    """Return the watts of all GPUs, or of the nodes if there is a placement; None if unknown."""
     if placement:
         return placement.watts
     return sum_known(group.gpu.watts for group in groups for _ in range(group.own_devices))

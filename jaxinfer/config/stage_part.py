@@ -17,10 +17,10 @@ TABLE_SIZE = 2
 
 
 def stored_sizes(model: ModelShape, weight_dtype: str, kv_cache_dtype: str) -> tuple[int, int]:
-    """Return the bytes per number of layer weights (those that may have 8 bits) and of KV.
+    """Return the bytes of a number in layer weights (those that may have 8 bits) and in KV.
 
     Raises:
-        JaxinferError: the model is stored in another format of 8 bits.
+        JaxinferError: the model is stored in another 8-bit format.
     """
     there = model.stored_bits
     if there is not None and weight_dtype not in ("auto", there):
@@ -42,8 +42,8 @@ class StagePart:
         weight_size: see ``stored_sizes``.
         kv_size: see ``stored_sizes``.
         limits: sizes to which an engine pads the instance's steps; None if unknown.
-        flow: work of each layer under its layout; without one, the devices have equal parts of all
-            weights and of KV.
+        flow: work of each layer under the stage's layout; None if the devices have equal parts of
+            all weights and of KV.
         expert_size: bytes of an expert's weight, if it is not ``weight_size``.
         sharers: number of instances that share the experts of each layer, including this one.
         has_ffn: whether the FFN of its layers is on these devices.
@@ -67,7 +67,7 @@ class StagePart:
 
     @property
     def mean_weight_size(self) -> float:
-        """Mean bytes of a layer's weight, over all layers of the model."""
+        """Mean bytes of a number in the linear weights of a layer, over all layers of the model."""
         return self.model.weight_size(self.weight_size)
 
     @property
@@ -93,7 +93,7 @@ class StagePart:
 
     @property
     def kv_ways(self) -> float:
-        """Ratio of the stage's KV heads to those of a device; heads may be stored several times."""
+        """Ratio of the stage's KV heads to those on one device, which may be copies."""
         if not self.flow:
             return self.devices
         heads = self.flow.model.num_key_value_heads

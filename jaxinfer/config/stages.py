@@ -62,7 +62,7 @@ class StageConfig(Options):
 
 
 def head_pages(group: str, num_pages: int, heads: int, devices: int = 1) -> int:
-    """Return the pages of one KV head in each device's pool, including the padding page.
+    """Return how many pages of one KV head each device's pool has, with the padding page.
 
     Args:
         num_pages: pages of the group, counted as if all the KV heads lay there.

@@ -142,7 +142,7 @@ class CurveCosts(Options):
 
     Attributes:
         file: the file with the points, relative to the working directory.
-        decode: quantities that the time of a step of decodes depends on.
+        decode: the quantities on which the time of a step of decodes depends.
         mixed_factor: ratio of the time of a step with prompts and decodes to that of a prompt with
             all its tokens; by default, the step takes the sum of the times of its prompts and of
             its decodes alone.
@@ -156,6 +156,6 @@ class CurveCosts(Options):
     share_weights: bool = False
 
     def model_post_init(self, context: Any, /) -> None:
-        """Refuse two ways to compute the time of a mixed step."""
+        """Refuse two rules for the time of a mixed step."""
         if self.mixed_factor is not None and self.share_weights:
             raise JaxinferError("both mixed_factor and share_weights: give one of them")

@@ -93,7 +93,7 @@ class Workload(Options):
 
     @property
     def drawn(self) -> dict[str, Arrivals | Buckets | Synthetic]:
-        """The parts that have a seed, by their names."""
+        """The parts of the workload that are drawn with a seed, by name."""
         return {
             name: part
             for name, part in self
@@ -120,7 +120,8 @@ class Workload(Options):
             model: model whose tokenizer is used for traces with texts, if there is no
                 ``tokenizer``.
             note: called with a line about skipped requests or ignored times.
-        searched: whether a search will set the rates, so that the workload's arrivals are ignored.
+            searched: whether a search will set the rates, so that the workload's arrivals are
+                ignored.
 
         Raises:
             JaxinferError: there is no trace, it cannot be read, or it has no request of the class.

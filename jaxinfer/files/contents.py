@@ -24,9 +24,10 @@ _INSIDE = (
 def contents(data: object, beside: bool = True) -> dict[str, str]:
     """Return the SHA-256 of each file that run files name, and of the user's own modules.
 
-    A name may refer to other contents when a search is continued, or a run is repeated.
+    They show whether a file has changed when a search is continued or a run is repeated.
 
     Args:
+        data: a run file's contents; all texts in it that may be names of files are looked up.
         beside: for a module or a Python file, include those in its folder and all their imports.
     """
     found = {}
@@ -76,7 +77,7 @@ def _files(text: str, may_be_folder: bool, beside: bool) -> Iterator[Path]:
 
 
 def file_digest(path: Path) -> str:
-    """The SHA-256 of a file, read again only after it has changed."""
+    """Return the SHA-256 of a file, which is read again only if it has changed."""
     status = path.stat()
     return _digest(path, status.st_mtime_ns, status.st_size)
 

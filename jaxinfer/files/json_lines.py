@@ -1,4 +1,4 @@
-"""Reads JSONL strictly: input that a lenient reader would accept, or crash on, is an error here."""
+"""Reads JSONL strictly: reports what a lenient reader would accept, or crash on, as an error."""
 
 import codecs
 import gzip
@@ -94,7 +94,7 @@ def as_token_ids(value: object, name: str) -> list[int]:
     """Return ``value`` as a non-empty list of token ids.
 
     Raises:
-        JaxinferError: it is something else; the message has ``name`` and the wrong element.
+        JaxinferError: it is something else; the message shows ``name`` and the wrong element.
     """
     if not isinstance(value, list):
         raise JaxinferError(f"{name} is {shorten(value)}, must be a list of token ids")

@@ -48,7 +48,7 @@ class KeptResults:
             ``code_version``.
 
     Attributes:
-        of_others: number of lines that belong to another version, and are ignored.
+        of_others: number of lines that belong to other versions and are ignored.
 
     Raises:
         JaxinferError: a line of the file is damaged, or another process writes to it.
@@ -113,7 +113,7 @@ class KeptResults:
                 self._file.flush()
 
     def close(self) -> None:
-        """Close the file; results of threads after that are kept only in memory."""
+        """Close the file; results that threads add later are kept only in memory."""
         with self._lock:
             if self._file:
                 self._file.close()

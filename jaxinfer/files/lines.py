@@ -35,5 +35,5 @@ class Lines:
 
 
 def cannot_write(path: Path, error: OSError) -> JaxinferError:
-    """Return the error that names a file and the reason."""
+    """Return an error that says which file cannot be written, and why."""
     return JaxinferError(f"cannot write {path}: {error.strerror}")

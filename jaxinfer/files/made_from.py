@@ -39,7 +39,7 @@ def digest_of(folder: Path, leave_out: tuple[str, ...] = ()) -> str:
     """Return the SHA-256 of a folder's ``.py`` and ``.yaml`` files, with their paths in it.
 
     Args:
-        leave_out: folders in it to leave out.
+        leave_out: folders inside the folder whose files do not count.
     """
     found = hashlib.sha256()
     for at, folders, files in os.walk(folder, followlinks=True):

@@ -13,10 +13,10 @@ _OURS = "jaxinfer"
 
 
 def with_imports(path: Path) -> list[Path]:
-    """Return a Python file, those in its folder, and everything that these import, as files.
+    """Return a Python file, the others in its folder, and all files that they import.
 
     Imports from the module search path count, except the standard library, installed packages and
-    jaxinfer. All files in its folder count, since names of imports may be computed.
+    jaxinfer. All files in the folder count, since names of imports may be computed.
     """
     found = dict.fromkeys([path, *sorted(path.parent.glob("*.py"))])
     waiting = list(found)

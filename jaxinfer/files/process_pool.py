@@ -1,4 +1,4 @@
-"""Processes that work for this one, and always end with it."""
+"""Processes that work for this process, and always end with it."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ _LOOKS_S = 0.5
 def process_pool(count: int | None = None) -> Iterator[ProcessPoolExecutor]:
     """Yield a pool of processes; by default one for each core.
 
-    A failure inside ends them at once, and drops their work.
+    If the code inside fails, the processes end at once, and their work is dropped.
 
     Raises:
         JaxinferError: one of the processes was killed.

@@ -30,7 +30,7 @@ def data_path(name: str | Path) -> Path:
 
 
 def read_shipped(name: str) -> Any:
-    """Return the content of a shipped YAML file, read with libyaml if it is available."""
+    """Return the contents of a shipped YAML file, read with libyaml if it is available."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return yaml.load((SHIPPED / name).read_text(encoding="utf-8"), Loader=loader)
 

@@ -6,10 +6,11 @@ import numpy as np
 def name_by_sums(
     sent_LT: np.ndarray, found_LT: np.ndarray, page_size: int, first_layer: int = 0, start: int = 0
 ) -> str:
-    """Name a fault by the origin of wrong sums in the sent data; "" unless most are known.
+    """Name a fault by comparing the places where sums were found with those where they were sent.
 
     Every transfer carries sums at little cost; call this only if they differ. Sums identify layers
-    and tokens, but neither heads nor the earlier contents of a page.
+    and tokens, but neither heads nor the earlier contents of a page. Returns "" unless the sent
+    data has most of the wrong sums.
 
     Args:
         sent_LT: sums of the keys and values sent, by layer and token.

@@ -1,4 +1,4 @@
-"""Parts of a modelled cluster in numbers: GPUs and models, by name."""
+"""The numbers of GPUs and models, by name, from which clusters are modelled."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -80,9 +80,9 @@ class Gpu(Options):
 
     @property
     def stated_collective(self) -> tuple[float, float]:
-        """GB/s and fixed seconds of all-reduces for a roofline; default: the link's rate and 0 s.
+        """GB/s and fixed seconds of all-reduces, as a roofline uses them.
 
-        A roofline states fractions of peaks.
+        By default the link's rate and 0 s, because a roofline applies its own fractions to peaks.
         """
         return self.all_reduce_gb_s or self.link_gb_s, self.all_reduce_s or 0.0
 
@@ -103,7 +103,7 @@ class Gpu(Options):
 
 
 class WideLayers(Options):
-    """Number of layers in which a linear weight keeps 16 bits, in a model of 8 bits.
+    """Numbers of layers in which each linear weight of an 8-bit model keeps 16 bits.
 
     Attributes:
         q, k, v, o: weights of attention.
@@ -130,8 +130,8 @@ class ModelShape(Options):
             that of one expert.
         num_experts_per_tok: number of experts per token; 0 without experts.
         sliding_window: number of entries that a token sees in ``windowed_layers`` of the layers.
-            Only published tables have such times.
-        stored_bits: format of 8 bits in which its linear weights are stored, which
+            Only published tables have times of such layers.
+        stored_bits: 8-bit format in which its linear weights are stored, which
             ``weight_dtype: auto`` keeps.
         wide_layers: linear weights that are not stored in 8 bits.
         max_position_embeddings: number of tokens of the longest sequence; None for no limit.
@@ -156,7 +156,7 @@ class ModelShape(Options):
     max_position_embeddings: int | None = Field(default=None, ge=1)
 
     def model_post_init(self, context: Any, /) -> None:
-        """Refuse KV heads that do not divide the query heads, and experts without use."""
+        """Refuse heads that do not divide, more special layers than layers, and unused experts."""
         if self.num_attention_heads % self.num_key_value_heads:
             raise OptionError(
                 f"num_key_value_heads is {self.num_key_value_heads}, must divide "
@@ -271,7 +271,7 @@ class Catalogue:
                     )
 
     def and_those_of(self, file: str, more: "Catalogue") -> "Catalogue":
-        """Return the catalogue with a file's entries added.
+        """Return this catalogue with the entries of ``more``, which come from ``file``, added.
 
         Raises:
             JaxinferError: a name occurs in both.
@@ -304,7 +304,7 @@ class Catalogue:
         return name in self.models or name in _read("models.yaml")
 
     def model(self, name: str) -> ModelShape:
-        """Find a model by its name; ``checkpoints/modelled.py`` also finds those of folders.
+        """Find a model by its name; ``checkpoints/modelled.py`` also finds models in folders.
 
         Raises:
             JaxinferError: there is no such model.
@@ -341,7 +341,7 @@ def gpu_names() -> list[str]:
 
 
 def gpu_of_device(device_kind: str) -> Gpu | None:
-    """Return the GPU in ``configs/gpus.yaml`` with this JAX name; None if there is none."""
+    """Return the GPU in ``configs/gpus.yaml`` that JAX calls ``device_kind``, or None."""
     return name_of_device(device_kind)[1]
 
 

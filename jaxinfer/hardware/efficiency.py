@@ -26,8 +26,8 @@ class Efficiency:
 
     Attributes:
         peak_flops: peak FLOPs per second of all GPUs together.
-        usd_per_hour: price of all machines.
-        watts: largest power of their GPUs.
+        usd_per_hour: price of all machines together.
+        watts: power limits of all their GPUs together.
     """
 
     model: ModelFlops | None = None
@@ -36,7 +36,7 @@ class Efficiency:
     watts: float | None = None
 
     def mfu(self, tokens: int, pairs: float, sampled: int, seconds: float) -> float | None:
-        """Return the model FLOPs utilisation for this work in this time."""
+        """Return the model FLOPs utilisation if this work takes ``seconds`` seconds."""
         if self.model is None or self.peak_flops is None:
             return None
         model = self.model
@@ -48,15 +48,15 @@ class Efficiency:
         return None if self.usd_per_hour is None else self.usd_per_hour * seconds / 3600
 
     def watt_hours(self, seconds: float) -> float | None:
-        """Return the largest number of watt-hours that their GPUs use in ``seconds`` seconds."""
+        """Return the most watt-hours that the GPUs can use in ``seconds`` seconds."""
         return None if self.watts is None else self.watts * seconds / 3600
 
 
 def model_flops(model: ModelShape) -> ModelFlops:
-    """Return the FLOPs of the matrix products and attention.
+    """Return the FLOPs of a model's matrix products and attention.
 
-    There are 2 per parameter that a token uses, and 4 per head and dimension for each KV entry that
-    it sees.
+    A token costs 2 FLOPs per parameter that it uses and, for each KV entry that it sees, 4 per head
+    and dimension.
     """
     layers, experts = model.num_hidden_layers, model.num_experts_per_tok or 1
     parameters = model.attention_parameters + experts * model.expert_parameters

@@ -1,4 +1,4 @@
-"""Flows of bytes that share links: each gets its max-min fair share of its fullest link."""
+"""Flows of bytes that share links; each gets its max-min fair share of its fullest link."""
 
 from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -46,7 +46,7 @@ class Network(Generic[Tag]):
         self._changed = False
 
     def start(self, tag: Tag, path: Sequence[Link], num_bytes: float, now: float) -> None:
-        """Send bytes over all links of a path at once."""
+        """Start a flow of bytes that uses all links of a path simultaneously."""
         self._advance(now)
         links, number = tuple(path), next(self._numbers)
         way = self._ways.setdefault(links, _Way(links))
@@ -57,8 +57,8 @@ class Network(Generic[Tag]):
         self._changed = True
 
     def least_seconds(self, flows: Iterable[tuple[Sequence[Link], float]]) -> float:
-        """Return the seconds that the busiest link needs for flows of given bytes over
-        given links.
+        """Return the seconds for which the busiest link must send, given each flow's links and
+        bytes.
         """
         through: dict[Link, float] = {}
         for path, num_bytes in flows:
@@ -68,7 +68,7 @@ class Network(Generic[Tag]):
 
     @property
     def next_end(self) -> float | None:
-        """Time at which the first flow ends, if nothing else starts; None without flows."""
+        """Time at which the next flow ends if no other starts before; None without flows."""
         if self._changed:
             self._share()
         return self._next_end

@@ -83,7 +83,7 @@ def check_entries(path: Path, entries: Sequence[Entry]) -> None:
 
 
 def first_difference(real: Sequence[Entry], simulated: Sequence[Entry]) -> str | None:
-    """Describe where two ledgers diverge: event, instance, request, both sides; None if equal."""
+    """Describe where two ledgers first differ, with what both have there; None if equal."""
     time = 0.0
     event = "the start"
     for number, (one, two) in enumerate(zip_longest(real, simulated), 1):

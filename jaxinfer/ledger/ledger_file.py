@@ -22,11 +22,11 @@ as_text = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
 class Entries:
-    """Entries in memory.
+    """Entries of a ledger, in memory.
 
     Attributes:
         decided: ``[kind, [...]]`` of each entry, as compact JSON. The observer appends texts,
-            because a simulation would otherwise make many objects for the garbage collector.
+            because objects would keep the garbage collector busy in a simulation.
         count: number of entries that are no longer in ``decided``.
     """
 
@@ -43,7 +43,7 @@ class Entries:
         """Write full lines, if there is a file."""
 
     def take(self, count: int) -> tuple[str, str]:
-        """Remove the first entries; return their decisions and measurements as JSON arrays."""
+        """Remove the first ``count`` entries; return their decisions and measurements as JSON."""
         texts = ",".join(self.decided[:count])
         del self.decided[:count]
         measured = ["null"] * count

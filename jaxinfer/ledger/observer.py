@@ -28,8 +28,8 @@ _BOOL = "false", "true"
 class Ledger:
     """Records a loop's events and decisions, in order.
 
-    A round has one time: that of the clock when its events have arrived. Systems that use the time
-    therefore decide equally if the events are equal.
+    Each round has a single time, at which its events had arrived. Systems that use the time
+    therefore make the same decisions if the events are the same.
 
     Args:
         entries: receives each entry: its kind, the decision or event, and the measurement.
@@ -43,7 +43,7 @@ class Ledger:
         self.keeps_tokens = False
 
     def keep(self, kind: str, decided: Sequence[Any], measured: Any = None) -> None:
-        """Add an entry of JSON values."""
+        """Add an entry whose decision and measurement are JSON values."""
         self.add(as_text((kind, decided)))
         self.measure(measured)
 
@@ -53,7 +53,7 @@ class Ledger:
             self.entries.measure(value)
 
     def around(self, world: World) -> World:
-        """Return the world as the loop should see it."""
+        """Return a world for the loop that records what passes between the loop and ``world``."""
         return ObservedWorld(world, self) if self.hears else DecidedWorld(world, self)
 
     def watch(self, loop: ServingLoop, known: Sequence[str] = ()) -> None:
@@ -92,7 +92,7 @@ class Ledger:
 
 
 class DecidedWorld:
-    """Implements ``jaxinfer.serving.world.World`` by another world, and records decisions."""
+    """Passes calls on to another ``World``, and records the loop's decisions."""
 
     def __init__(self, world: World, ledger: Ledger) -> None:
         # A simulation has many steps, so functions are looked up only once.
@@ -120,7 +120,7 @@ class DecidedWorld:
 
 
 class ObservedWorld(DecidedWorld):
-    """Records events, too."""
+    """Records the events of the other world, too."""
 
     def __init__(self, world: World, ledger: Ledger) -> None:
         super().__init__(world, ledger)
@@ -197,7 +197,7 @@ def _pages(hold: HeldPages, start: int, stop: int) -> str:
 
 
 def box_of(transfer: Transfer) -> str:
-    """Describe a transfer as JSON: request, ends, tokens, and the pages at both ends."""
+    """Describe a transfer as JSON: request, instances, tokens, and pages on both instances."""
     t = transfer
     source = _pages(t.source_hold, t.start, t.stop)
     dest = _pages(t.dest_hold, t.start, t.stop)
@@ -205,7 +205,7 @@ def box_of(transfer: Transfer) -> str:
 
 
 def way_of(transfer: Transfer) -> str:
-    """Describe a transfer without its pages: request, ends, tokens, and the slices that move."""
+    """Describe a transfer without its pages: request, instances, tokens, and slices that move."""
     return f"[{_way(transfer)}{_moves(transfer)}]"
 
 

@@ -56,7 +56,7 @@ EXTRA_WORDS = {
 
 
 def comparison_table(runs: Runs) -> Table:
-    """Return a row of medians per system; the caption says what was emulated and what failed."""
+    """Return a table of medians by system; its caption says what was emulated and what failed."""
     columns, rows = _cells(runs)
     table = Table(
         title=_title(runs),
@@ -92,11 +92,11 @@ def new_folder(folder: Path, besides: str | None = None) -> None:
 
 
 def write_comparison(runs: Runs, folder: Path, command: str, pictures: str = "png") -> list[Path]:
-    """Write the comparison, its pictures and its traces; returns the files.
+    """Write the comparison, its pictures and its traces; return the files.
 
     ``compare.md`` is for readers, ``compare.csv`` has the figures of each round, ``compare.json``
-    these and the medians. If times are too large for pictures, there are no pictures or traces, and
-    ``compare.md`` says so.
+    has these and the medians. If times are too large for pictures, there are no pictures or traces,
+    and ``compare.md`` says so.
 
     Args:
         command: the command line that made the runs.

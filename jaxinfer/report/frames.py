@@ -1,4 +1,4 @@
-"""A finished run as pandas DataFrames; the only file that imports pandas, and only when called."""
+"""A finished run as pandas DataFrames. Only this file imports pandas, and only when called."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

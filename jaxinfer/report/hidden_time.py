@@ -13,7 +13,7 @@ Settled = tuple[TransferDone, float]
 
 
 class HasSteps(Protocol):
-    """The parts of an instance that are used here."""
+    """An instance, as far as ``HiddenTime`` uses it."""
 
     @property
     def in_flight(self) -> int:
@@ -38,11 +38,11 @@ class _Landed:
 
 
 class HiddenTime:
-    """Finds the hidden seconds of each transfer, with the data that unfinished transfers need.
+    """Finds the hidden seconds of each transfer; keeps only the steps that may still be needed.
 
     A transfer is hidden by any step of the destination, and by steps of the source that compute the
-    same prompt. These are known once all steps that were in flight at either end have ended; later
-    steps start after the transfer's last byte.
+    same prompt. All of these are known once the steps that were in flight on both instances when
+    the last byte landed have ended, because later steps start after it.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class HiddenTime:
             moving: transfers that have not landed.
 
         Returns:
-            The transfers that are completely known after this step.
+            The transfers whose hidden seconds are final after this step.
         """
         steps = self._steps[done.instance]
         if moving or self._landed:
@@ -93,8 +93,10 @@ class HiddenTime:
         return self._take_settled()
 
     def lose(self, instance: str) -> list[Settled]:
-        """Record the loss of an instance, whose steps in flight never end. Returns: see
-        ``add_step``.
+        """Record the loss of an instance, whose steps in flight never end.
+
+        Returns:
+            See ``add_step``.
         """
         for landed in self._landed:
             landed.steps.pop(instance, None)

@@ -52,7 +52,7 @@ class Latencies:
 
 @dataclass
 class LatencyTotals:
-    """The values of the requests so far, with the names of ``Latencies``."""
+    """The latencies of the requests so far, one field for each kind in ``Latencies``."""
 
     ttft: StreamPercentiles = field(default_factory=StreamPercentiles)
     tpot: StreamPercentiles = field(default_factory=StreamPercentiles)
@@ -62,7 +62,7 @@ class LatencyTotals:
     delay: StreamPercentiles = field(default_factory=StreamPercentiles)
 
     def add(self, arrival: float, first_scheduled: float | None, times: Sequence[float]) -> None:
-        """Count a request, whose one or more tokens came at these times."""
+        """Count a request whose tokens, at least one, came at these times."""
         first, last, count = times[0], times[-1], len(times)
         self.ttft.append(first - arrival)
         self.e2e.append(last - arrival)

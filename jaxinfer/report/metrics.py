@@ -20,15 +20,15 @@ _NOTES = 2**16
 
 @dataclass(slots=True)
 class InstanceTotals:
-    """An instance's steps so far. Times in seconds since the run began.
+    """Totals over an instance's steps so far. Times are in seconds since the run began.
 
     Attributes:
         first_step: start of the first step.
         last_step: end of the last step.
         busy_s: time in which some step ran.
-        pages_in_use: number of pages in use when the last step was launched that is in
-            ``RunTotals.pages_in_use``.
-        pages_noted: the same for the last step.
+        pages_in_use: pages in use at the launch of the last step that
+            ``RunTotals.pages_in_use`` includes.
+        pages_noted: pages in use at the launch of the last step of all.
     """
 
     first_step: float
@@ -48,9 +48,9 @@ class RunTotals:
         decode_tokens: number of computed decode tokens, including recomputed ones.
         pairs: number of pairs of a computed token and a KV entry that it sees.
         instances: instances that have had a step.
-        pages_in_use: pages in use of all instances, each when its last step was launched; it is
-            up to date after ``count_pages``.
-        peak_pages: largest value of ``pages_in_use`` after all steps that end at one time.
+        pages_in_use: pages in use of all instances together, each counted when its last step was
+            launched; ``count_pages`` brings it up to date.
+        peak_pages: largest value of ``pages_in_use``; steps that end at one time count together.
         prompt_tokens, cached_tokens, output_tokens, latencies: values of prompts that have not
             failed; see ``RunMetrics``.
     """
@@ -118,14 +118,14 @@ class RunTotals:
         pages: int,
         changes: Iterable[tuple[float, int]] = (),
     ) -> None:
-        """Count steps of the same decodes that follow each other.
+        """Count successive steps of the same decodes.
 
-        Other instances' steps that end before them may be counted later.
+        Steps of other instances that end earlier may be counted later.
 
         Args:
-            start: start of the first one, which sees ``context`` KV entries.
-            pages: pages in use when it was launched.
-            changes: ends of further ones, and the pages in use when these were launched.
+            start: start of the first step, whose decodes see ``context`` KV entries.
+            pages: pages in use when the first step was launched.
+            changes: ends of later steps, each with the pages in use when it was launched.
         """
         # Most of a simulation's steps are counted here, so it is written for speed.
         count = len(ends)
@@ -148,7 +148,7 @@ class RunTotals:
             self._notes.append((end, totals, used))
 
     def count_pages(self, until: float = math.inf) -> None:
-        """Bring ``pages_in_use`` and ``peak_pages`` up to date, as of a time."""
+        """Update ``pages_in_use`` and ``peak_pages`` with all steps that end by ``until``."""
         notes, self._notes = sorted(self._notes, key=itemgetter(0)), []
         for number, (end, totals, pages) in enumerate(notes):
             if end > until:
@@ -232,20 +232,20 @@ class RunMetrics(Latencies):
         requests: number of requests.
         failed: number of requests that failed.
         prompt_tokens: number of prompt tokens, counted for each of a prompt's ``n`` continuations.
-        cached_tokens: number of these whose KV the prefix cache had when their request started.
+        cached_tokens: those of them whose KV the prefix cache had when their request started.
         prompt_tok_s, output_tok_s: tokens of finished requests per second of the whole run.
         steady_requests_s, steady_output_tok_s: finished requests and their output tokens per
             second, without the run's beginning and end (see ``SteadyRate.steady``); None for short
             runs.
         instances: use of each instance, by name.
-        mfu: FLOPs of the model for all computed tokens, divided by what the GPUs could do in the
-            whole run at their peak (Chowdhery et al., PaLM, 2022, appendix B; but recomputed tokens
-            count); None if unknown.
+        mfu: the model's FLOPs for all computed tokens, divided by the FLOPs that the GPUs could
+            compute in the whole run at their peak (Chowdhery et al., PaLM, 2022, appendix B; but
+            recomputed tokens count); None if unknown.
         usd_per_request, usd_per_million_output_tokens: price of the machines for the whole run;
             None if a price is unknown.
         wh_per_request, wh_per_million_output_tokens: watt-hours for the whole run at the GPUs'
             power limit: an upper bound.
-        slice_moves: moves of KV heads; None if no instance has them on several groups.
+        slice_moves: moves of KV heads; None if no instance has KV heads on several groups.
         peak_pages: largest number of KV pages in use.
         num_pages: size of the pools of instances that compute, without their padding pages.
         compiles, compile_s: number and seconds of compiles, before and during the run.
@@ -302,7 +302,7 @@ def run_metrics(
         requests: see ``RunMetrics``.
         failed: see ``RunMetrics``.
         role_s: seconds that each instance spent in each role.
-        efficiency: known figures of the model and the GPUs.
+        efficiency: what is known of the model's FLOPs and the GPUs' peak, price and power.
         given: fields of ``RunMetrics`` that do not follow from requests and steps.
     """
     totals.count_pages()

@@ -28,7 +28,7 @@ _LENGTHS = SHIPPED / "lengths.yaml"
 def asked_for(
     config: RunFile, work: Iterable[BenchRequest] | None = None, facts: Iterable[Path] = ()
 ) -> dict[str, Any]:
-    """Return a run's inputs as JSON values of ``run.json``, from which it can be repeated.
+    """Return a run's inputs, as JSON values of ``run.json`` from which the run can be repeated.
 
     Args:
         work: the requests, if they come from ``config``'s workload (a trace or random lengths).
@@ -57,7 +57,7 @@ def files_of(run_file: dict[str, Any], facts: Iterable[Path] = ()) -> dict[str, 
 
     Args:
         run_file: contents of the run file.
-        facts: more files.
+        facts: shipped files that affect the result, too.
     """
     if str(run_file.get("model")).endswith(".gguf"):
         run_file = run_file | {"model": None}
@@ -68,7 +68,7 @@ def files_of(run_file: dict[str, Any], facts: Iterable[Path] = ()) -> dict[str, 
 
 
 def recorded_path(name: str) -> Path:
-    """Return the file that ``files_of`` names; of ``facts``, always the shipped one."""
+    """Return the path of a file that ``files_of`` names; ``facts`` are always the shipped files."""
     facts = {_shown(str(fact)): fact for fact in (*FACTS, _LENGTHS)}
     return facts.get(name) or data_path(name)
 
@@ -107,7 +107,7 @@ def command_line() -> str:
 
 @lru_cache(1)
 def versions() -> dict[str, str | None]:
-    """Return versions of this package and of relevant others; None if not installed."""
+    """Return versions of this package and the others that matter; None if not installed."""
     return {"jaxinfer": jaxinfer.__version__} | {name: version_of(name) for name in PACKAGES}
 
 
@@ -127,7 +127,7 @@ def checkout() -> tuple[str | None, bool | None]:
 
 
 def made_by_another(run: Mapping[str, Any]) -> str:
-    """Return the other version or commit that made a run; empty if this one made it."""
+    """Return the version or commit that made a run; empty if it is the present one."""
     version = (run.get("versions") or {}).get("jaxinfer")
     if version != jaxinfer.__version__:
         return f"the run was made by version {version}, this is {jaxinfer.__version__}"

@@ -19,8 +19,8 @@ _SINGLE = 1024
 class StreamPercentiles:
     """Percentiles of a stream of positive values, in bounded memory.
 
-    They are exact for up to ``exact`` values; for more, within 0.05 % of the value, for values from
-    1e-9 to 1e9. The mean is always exact.
+    They are exact for up to ``exact`` values. For more values, which must be from 1e-9 to 1e9, they
+    are within 0.05 % of the exact percentile. The mean is always exact.
     """
 
     def __init__(self, exact: int = EXACT) -> None:
@@ -67,7 +67,7 @@ class StreamPercentiles:
 
     @property
     def mean(self) -> float | None:
-        """Return the mean; None without values."""
+        """The mean; None without values."""
         self._count_single()
         if self._bins is not None:
             return self._sum / int(self._bins.sum())

@@ -18,7 +18,7 @@ def step_kind(step: StepRecord) -> str:
 
 
 def transfer_lanes(run: RunRecord) -> dict[tuple[str, str], list[list[TransferRecord]]]:
-    """Return, by source and destination, as few lanes as possible of non-overlapping transfers."""
+    """Divide the transfers of each source and destination into few lanes without overlaps."""
     routes: dict[tuple[str, str], list[list[TransferRecord]]] = {}
     for transfer in sorted(run.transfers, key=lambda t: (t.start, t.end, t.request)):
         lanes = routes.setdefault((transfer.source, transfer.dest), [])
@@ -30,7 +30,7 @@ def transfer_lanes(run: RunRecord) -> dict[tuple[str, str], list[list[TransferRe
 
 
 def write_trace(run: RunRecord, path: str | Path) -> None:
-    """Write the trace.
+    """Write a run as a Chrome trace.
 
     Each instance is a process with a thread per stage, which shows its steps. If a stage's KV heads
     lie on several groups, counters show the numbers on each group for each step's requests. The
@@ -65,7 +65,7 @@ def write_trace(run: RunRecord, path: str | Path) -> None:
 def part_names(run: RunRecord, name: str) -> list[str]:
     """Return names of an instance's stages or, in a real run, segments.
 
-    A single one has no name.
+    The name of a single stage or segment is empty.
     """
     parts = len(run.groups[name])
     described = run.run.get("run_file", {}).get("instances", {}).get(name)

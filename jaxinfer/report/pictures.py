@@ -52,7 +52,7 @@ def name_lines(
 
     Args:
         ends: name -> x and y of the line's end, and its colour.
-        apart: least distance of two names, as a share of the panel's height.
+        apart: least distance between two names, as a share of the panel's height.
     """
     if not ends:
         return
@@ -88,10 +88,10 @@ def _apart(places: list[float], least: float) -> list[float]:
 
 
 def picture_link(words: str, file: str) -> str:
-    """Return a link in markdown, which shows the picture if browsers show its format."""
+    """Return markdown that shows the picture, or a link if browsers do not show its format."""
     return f"{'' if file.endswith('.pdf') else '!'}[{words}]({file})"
 
 
 def can_be_drawn(*values: float) -> bool:
-    """Tell whether a picture can show these numbers: none is infinite or extreme."""
+    """Tell whether a picture can show these numbers: none may be infinite or extreme."""
     return all(value == 0 or 1e-15 < abs(value) < 1e15 for value in values)

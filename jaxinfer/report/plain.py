@@ -8,7 +8,7 @@ from jaxinfer.options.validation import shown
 
 
 def reported(name: str, report: Callable[[], object]) -> tuple[dict[str, Any], str | None]:
-    """Call ``report``; return its values for JSON, and a line on problems or None.
+    """Call ``report``; return its values for JSON, and a line about problems, if any.
 
     Sets become lists, and numpy's numbers and arrays Python's; other values that JSON does not
     support become their ``repr``. A report that fails, or returns no mapping, is empty.

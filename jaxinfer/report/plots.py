@@ -81,8 +81,8 @@ def timeline(
     A route's row is above its destination, whose steps hide the transfers.
 
     Args:
-        start, stop: seconds of the run to show. By default from the first step on, up to 12 s, or
-            less if steps are so short that they would merge.
+        start, stop: the part of the run to show, in seconds. By default up to 12 s from the first
+            step on, or less if steps are so short that they would merge.
 
     Raises:
         JaxinferError: the window is empty, or the file's ending is not .png, .svg or .pdf.
@@ -111,9 +111,9 @@ def timeline(
 
 
 def latencies(runs: Runs, path: str | Path) -> Figure:
-    """Draw TTFT and TBT of each system's round with the median requests/s.
+    """Draw TTFT and TBT of each system, in the round with the median requests/s.
 
-    Up to four systems are drawn as distributions, more of them as a row of percentiles each.
+    Up to four systems are drawn as distributions; if there are more, each is a row of percentiles.
     """
     chosen = {name: median_round(rounds) for name, rounds in runs.items()}
     done = {name: finished(run) for name, run in chosen.items()}

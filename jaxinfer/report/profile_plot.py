@@ -17,7 +17,7 @@ from jaxinfer.steps.profile import Profile
 def profile_figures(
     profiles: Mapping[str, tuple[Profile, list[float]]], attention: Mapping[str, AttentionProfile]
 ) -> dict[str, Any]:
-    """The numbers of ``profile_table`` and ``attention_table``, by instance; in seconds."""
+    """Return the numbers of ``profile_table`` and ``attention_table``, in seconds, by instance."""
     found: dict[str, Any] = {}
     for name, (profile, slowdowns) in profiles.items():
         fit, (prefill, mixed) = profile.fit(slowdowns), profile.quality()
@@ -95,7 +95,7 @@ def attention_table(profiles: Mapping[str, AttentionProfile]) -> Table:
 
 
 def draw_profile(name: str, profile: Profile, slowdowns: list[float], path: Path) -> Figure:
-    """Draw measured times and the fitted lines: prefills over length, iterations over context."""
+    """Draw measured times and fitted lines: prefills by length, and iterations by context."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     fit = profile.fit(slowdowns)

@@ -16,7 +16,7 @@ LINES_EVERY_S = 30.0
 
 
 class Progress:
-    """Shows parts of the work and how much of each is done, while in use."""
+    """A context in which parts of some work are shown, with how much of each is done."""
 
     def __init__(self, enabled: bool) -> None:
         console = Console(file=sys.stderr)
@@ -86,7 +86,7 @@ class Progress:
 
 
 class CountProgress(Progress):
-    """One part of a known size, and a text about the last piece that was done."""
+    """Shows one part of a known size, and a text about the last piece that was done."""
 
     def __init__(self, part: str, total: int) -> None:
         super().__init__(True)
@@ -108,7 +108,7 @@ class CountProgress(Progress):
 
 
 class LoadProgress(Progress):
-    """Progress of an engine's start."""
+    """Shows the progress of loading one or several engines."""
 
     def update_of(self, name: str, part: str, left: int) -> None:
         """Set how much of a part of one of several engines is left."""
@@ -116,10 +116,10 @@ class LoadProgress(Progress):
 
 
 class RunProgress(Progress):
-    """Number of finished requests, and the recent speeds of prefill and decode.
+    """Shows the number of finished requests, and the recent speeds of prefill and decode.
 
-    Speeds are over the last second on a terminal, and since the last line in a file. They are not
-    shown at the end, since a table with the speeds of the whole run may follow.
+    On a terminal, speeds are those of the last second; in a file, those since the last line. They
+    are not shown at the end, since a table with the speeds of the whole run may follow.
 
     Args:
         num_requests: number of requests known to come.

@@ -33,8 +33,8 @@ class TransferRecord:
     """A transfer of KV. Times are in seconds.
 
     Attributes:
-        requested: time of the request for the transfer.
-        start: time when the first byte left.
+        requested: time at which the transfer was requested.
+        start: time at which the first byte left.
         hidden_s: seconds of the transfer during which the destination was computing, or the source
             was computing the prompt.
     """
@@ -92,7 +92,7 @@ class RequestRecord:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run.
+    """A finished run, read from its folder.
 
     Attributes:
         name: name of the system, or the reader's name for the run.
@@ -113,7 +113,7 @@ class RunRecord:
 
     @property
     def rate(self) -> float:
-        """Requests per second, from the start to the end of the last one."""
+        """Requests per second, from the start of the run to the end of its last request."""
         return len(self.requests) / self.wall_s
 
 
@@ -128,9 +128,7 @@ class RunLines:
 
 
 def read_lines(folder: str | Path) -> RunLines:
-    """Read a run's folder.
-
-    See ``run_folder.py``, which writes it.
+    """Read a run's files as JSON values; ``run_folder.py`` describes them.
 
     Raises:
         JaxinferError: a file is missing or is not JSON, or the run did not finish.
@@ -184,7 +182,7 @@ def reporting_damage(folder: str | Path) -> Iterator[None]:
 
 
 def read_run(folder: str | Path, name: str | None = None) -> RunRecord:
-    """Read a run's folder.
+    """Read a run's files as records, for figures, tables and pictures.
 
     Args:
         name: name for the run; by default its system's name.

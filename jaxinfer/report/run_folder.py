@@ -144,7 +144,7 @@ class RunFolder:
             overruns: instance -> seconds by which its emulated steps were late.
             lost: reason for each failed instance.
             system: report of the system.
-            wrong: problem with that report, see ``reported``.
+            wrong: problem with the system's report, see ``reported``.
             restarts: restarts of lost processes, as JSON values.
         """
         self._run["overruns"] = {

@@ -28,12 +28,12 @@ class SteadyRate:
             self._stride *= 2
 
     def steady(self) -> tuple[float, float] | None:
-        """Return requests and output tokens per second of the window, or None if it has no length.
+        """Return requests and output tokens per second of a window; None if it has no length.
 
-        The window begins when 10 % of all requests have ended, and ends when 90 % have. Its
-        requests are those that end in it, without the first moment. This leaves out the run's ramp,
-        while the first requests are served, and its drain, when no more arrive. With more than
-        65,536 requests, the ends are rounded to the nearest of at least 32,768.
+        The window begins when 10 % of all requests have ended, and ends when 90 % have. It counts
+        the requests that end after its first moment. This leaves out the beginning of the run, when
+        the system fills, and its end, when no more requests arrive. With more than 65,536 requests,
+        the window's ends are rounded to the nearest of at least 32,768 points.
         """
         begin, end = (self._point(percent) for percent in (_BEGIN, _END))
         seconds = end[2] - begin[2]

@@ -98,19 +98,17 @@ def _latencies(requests: Iterable[RequestRecord]) -> dict[str, Any]:
 
 
 def medians(runs: Runs) -> dict[str, Figures]:
-    """Return the figures of each system, each the median over the rounds that have it."""
+    """Return the figures of each system; each figure is the median over the rounds that have it."""
     return {name: _median([figures(run) for run in rounds]) for name, rounds in runs.items()}
 
 
 def median_round(rounds: Sequence[RunRecord]) -> RunRecord:
-    """Return the run with the median requests/s; of an even number, the slower of the
-    middle two.
-    """
+    """Return the round with the median requests/s; of two in the middle, the slower one."""
     return rounds[median_index(rounds)]
 
 
 def emulation(runs: Runs) -> list[str]:
-    """Return lines on what was emulated or simulated, one for all systems with the same."""
+    """Return what was emulated or simulated, in one line for all systems that share it."""
     words = {
         name: "; ".join(dict.fromkeys(word for run in rounds for word in run.emulated))
         for name, rounds in runs.items()
@@ -128,7 +126,7 @@ def _emulated(said: str) -> str:
 
 
 def number_text(value: float) -> str:
-    """Return three significant digits, and all digits before the decimal point."""
+    """Return a number with three significant digits, and all digits before the decimal point."""
     return f"{value:,.0f}" if value >= 99.95 else f"{value:#.3g}"
 
 

@@ -18,7 +18,7 @@ def metrics_table(m: RunMetrics) -> Table:
 
 
 def beyond_measured(beyond: Mapping[str, Mapping[str, Sequence[float]]]) -> str | None:
-    """Describe how far a modelled run exceeded the measured range; None if it did not.
+    """Describe how far a modelled run exceeded the measured range; return None if it did not.
 
     Args:
         beyond: see ``RunMetrics``.

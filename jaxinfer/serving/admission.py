@@ -19,7 +19,7 @@ Bound = Literal["low", "high"]
 
 
 def first_come_first_served(waiting: Sequence[RequestState]) -> RequestState:
-    """First come, first served, but a preempted request goes first."""
+    """Choose a preempted request if there is one, otherwise the one that came first."""
     return waiting[0]
 
 
@@ -49,7 +49,7 @@ def greedy(instance: Instance, request: RequestState, leg: Leg) -> bool:
 
 
 def once_per_prefix(instance: Instance, request: RequestState, leg: Leg) -> bool:
-    """Admit as ``greedy`` does, but not while another request computes a page that it could share.
+    """Admit as ``greedy`` does, but not while another request computes a page that it could reuse.
 
     The request waits until the prefix cache has the page. Requests with a common prefix that arrive
     together thus compute it only once.
@@ -192,8 +192,8 @@ def peak_entries(requests: Iterable[tuple[int, int]]) -> int:
     """Return the peak number of KV entries, if each request gains one per step until its end.
 
     Args:
-        requests: current entries and entries still to come, per request. In its last step, a
-            request holds both.
+        requests: for each request, its current entries and those still to come. In its last
+            step, a request holds both.
     """
     held = most = 0
     for count, (now, left) in enumerate(sorted(requests, key=lambda pair: -pair[1]), 1):

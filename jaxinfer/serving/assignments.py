@@ -343,7 +343,7 @@ class Assignments:
             self.end_leg(request)
 
     def take_roles(self) -> bool:
-        """Give drained instances their next role; return True if there was one."""
+        """Give drained instances their next role; return True if any took one."""
         if not self._draining:
             return False
         now, instances = self._world.now(), self.instances

@@ -30,7 +30,7 @@ class Row:
 
 @dataclass(slots=True)
 class ShardWork:
-    """Work of a step's attention in one shard, if a stage's KV heads are in several shards.
+    """A step's attention work in one shard, for stages whose KV heads are in several shards.
 
     Attributes:
         pairs: number of (row, slice of KV heads) pairs here, for rows of one token.
@@ -56,7 +56,7 @@ class ShardWork:
 
 @dataclass(slots=True)
 class Work:
-    """Counts over the rows of a step.
+    """The work of a step, counted over its rows.
 
     Attributes:
         tokens: number of tokens in total.

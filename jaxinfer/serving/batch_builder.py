@@ -115,7 +115,7 @@ class BatchBuilder:
         return len(self.rows)
 
     def ungrouped(self) -> list[RequestState]:
-        """The running requests that each need their own row."""
+        """Return the running requests that each need their own row."""
         return self.instance.taking_part.ungrouped()
 
     def add(self, request: RequestState, count: int) -> bool:
@@ -160,7 +160,7 @@ class BatchBuilder:
         return True
 
     def admit(self, limit: int | None = None) -> RequestState | None:
-        """Admit the next waiting request with its pages, and return it.
+        """Admit the next waiting request, give it pages, and return it; None if it has to wait.
 
         Requests whose KV is on another instance are admitted, too, and their KV is fetched; the
         next request is then tried.

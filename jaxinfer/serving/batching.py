@@ -12,7 +12,7 @@ from jaxinfer.serving.request_state import RequestState
 def mixed(batch: BatchBuilder) -> None:
     """Add decodes first, then chunks of running prompts, then newly admitted prompts.
 
-    The instance's token budget limits the sum: chunked prefill as in Sarathi-Serve.
+    The instance's token budget limits the sum. This is chunked prefill, as in Sarathi-Serve.
     """
     _run_on(batch)
     while batch.budget and (admitted := batch.admit()):
@@ -48,7 +48,7 @@ class MixedOptions(Options):
 class Mixed:
     """Add decodes first, then chunks of running prompts, then newly admitted prompts.
 
-    The instance's token budget limits the sum: chunked prefill as in Sarathi-Serve and vLLM. With
+    The token budget limits the sum. This is chunked prefill, as in Sarathi-Serve and vLLM. With
     ``whole_prompts``, batches are those of TensorRT-LLM without chunking; with ``enough_tokens``,
     those of SGLang with mixed chunks.
     """
@@ -114,7 +114,7 @@ class Mixed:
 
 
 def even_decodes(batch: BatchBuilder) -> None:
-    """Do as ``mixed`` does, but limit each pipeline step to its share of the requests.
+    """Form batches as ``mixed`` does, but limit each pipeline step to its share of the requests.
 
     Otherwise the steps in flight become uneven: if two are formed at once, the first one takes all
     ready requests, and a pipeline is as slow as its largest step.

@@ -34,7 +34,7 @@ class Hooks:
         finishes: whether it defines ``on_finish``.
         places: whether it defines ``place``.
         makes_room: whether it defines ``make_room``.
-        only_routes: whether it decides nothing except where requests go that wait for it.
+        only_routes: whether it decides nothing except where waiting requests go.
     """
 
     def __init__(self, system: System) -> None:

@@ -41,7 +41,7 @@ class InstancePolicies(Protocol):
 
 
 class Instance:
-    """Queue, running requests and pages of one full copy of the weights.
+    """One full copy of the weights, with its queue, its running requests and its pages.
 
     Args:
         groups_decodes: advance decodes together. Possible if the world reads no tokens, the system
@@ -121,7 +121,10 @@ class Instance:
         self.taking_part = Running(page_size, self.options.launch_ahead, num_output, keep, pool)
 
     def go_without(self, shards: Sequence[int]) -> None:
-        """Close these shards of the KV, by number; reopen all others, those that return empty."""
+        """Close the shards with these numbers, and reopen all others.
+
+        Shards that were closed before are empty when they reopen.
+        """
         for number, shard in enumerate(self.kv.shards):
             if number in shards:
                 shard.pool.close()
@@ -180,12 +183,12 @@ class Instance:
 
     @property
     def num_awaited_pages(self) -> int:
-        """Pages that waiting requests will need, without those whose KV is already here."""
+        """Number of pages that the waiting requests without KV here will need."""
         return self.waiting.pages
 
     @property
     def shards(self) -> Sequence[Shard]:
-        """Shards of its KV."""
+        """Shards of the instance's KV."""
         return self.kv.shards
 
     @property
@@ -237,7 +240,7 @@ class Instance:
         self._role_s, self._role_since = lost.role_seconds(now), now
 
     def next_batch(self) -> Batch | None:
-        """Return the next step by this instance's policy, whose rows are marked as launched."""
+        """Return the next step that the policy forms, with its rows marked as launched, or None."""
         if self.in_flight >= self.options.max_in_flight or self._empty_at == self.in_flight > 0:
             return None
         for request in list(self.waiting.pushed.values()):
@@ -249,7 +252,7 @@ class Instance:
         return batch
 
     def steady_group(self) -> DecodeGroup | None:
-        """The decodes of all next steps, until one ends or lacks pages, or a request arrives."""
+        """Return the decodes of all steps until one ends or lacks pages, or a request arrives."""
         if self.waiting or self.in_flight < self.options.max_in_flight or not self._repeats:
             return None
         return self.taking_part.steady_group()
@@ -261,7 +264,7 @@ class Instance:
         return [each for each in self.waiting if each.id not in late] if late else self.waiting
 
     def takes_late(self, request: RequestState) -> bool:
-        """Count the end of a row from before a preemption; tell whether its token is kept."""
+        """Note the end of a row launched before a preemption; tell whether its token is kept."""
         left = self.late.pop(request.id, 0)
         if left > 1:
             self.late[request.id] = left - 1
@@ -394,7 +397,7 @@ class Instance:
         return self.kv.cache.match(request.page_digests(self.page_size, most // self.page_size))
 
     def cached_tokens(self, request: RequestView) -> int:
-        """Return how many of the request's prompt tokens the prefix cache has KV entries of."""
+        """Return how many of the request's prompt tokens have KV entries in the prefix cache."""
         assert isinstance(request, RequestState)
         found = len(self.cached_prefix(request, Leg(self.name))) * self.page_size
         return min(found, request.prompt_len - 1)

@@ -48,7 +48,7 @@ class HeldPages(HeldSlices):
 
     @property
     def num_cached(self) -> int:
-        """KV entries at the beginning whose pages came from the prefix cache, if it is new."""
+        """Number of KV entries in pages that a new hold got from the prefix cache."""
         return len(self.cached) * self.kv.page_size
 
     def grow(self, num_tokens: int) -> bool:
@@ -83,7 +83,7 @@ class HeldPages(HeldSlices):
             self.capacity = self.num_pages * self.kv.page_size
 
     def lacking(self, num_tokens: int) -> list[int]:
-        """Numbers of the shards without room for ``num_tokens`` KV entries."""
+        """Return the numbers of the shards that lack room for ``num_tokens`` KV entries."""
         extra = self.kv.pages_for(num_tokens) - self.num_pages
         return [
             number
@@ -165,15 +165,17 @@ class KVShards(PlacedSlices):
     Args:
         caching: keep full pages after their request has ended, for requests with the same prefix.
         paging: when pages are taken, cached and freed.
-        new_idle: makes the prefix cache's idle pages, if they have an order of their own.
+        new_idle: makes the collection of the prefix cache's idle pages; by default, pages are
+            evicted in the order in which they became idle.
 
     Attributes:
         cache: the kept pages, or None.
         has_numbers: whether pages have numbers.
         on_free: called when pages have been freed.
-        reserved: holds that running requests may take back, of requests that are still on other
-            instances or wait there to fetch these pages -> a function that gives the hold back.
-        frees_at_once: whether pages that are given up do not wait for steps in flight.
+        reserved: holds whose pages running requests may take, each with a function that gives it
+            up. Some are reserved for requests that are still on other instances; from others,
+            waiting requests on other instances will fetch cached pages.
+        frees_at_once: whether pages that are given up become free before steps in flight end.
     """
 
     def __init__(
@@ -216,8 +218,8 @@ class KVShards(PlacedSlices):
         """Reserve pages for ``num_tokens`` KV entries; return None if a shard lacks room.
 
         Args:
-            by_step: take only the cached ones; steps take the others.
             cached: pages that the prefix cache has for the first of these entries.
+            by_step: take only the cached pages now; each step then takes the pages that it needs.
             placement: shard of each slice; by default a slice's own shard or, if that is full, the
                 next shard of its stage with room.
         """

@@ -39,7 +39,7 @@ class Runs(Protocol):
 
 
 class ServingLoop:
-    """Takes requests from arrival to their end over the instances of one system.
+    """Takes requests from their arrival to their end on the instances of one system.
 
     Args:
         world: supplies time and execution.

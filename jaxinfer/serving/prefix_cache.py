@@ -64,7 +64,7 @@ class PrefixCache:
             shard.pool.evict = self.evict
 
     def match(self, digests: Sequence[bytes]) -> list[CachedPage]:
-        """Return the cached pages of the longest prefix."""
+        """Return the pages of the longest prefix of ``digests`` that is cached."""
         found = []
         for digest in digests:
             page = self._pages.get(digest)
@@ -85,7 +85,7 @@ class PrefixCache:
             self._count_idle(pages[0], -idle)
 
     def drop(self, *pages: CachedPage) -> None:
-        """Count one hold of each page fewer."""
+        """Count one hold fewer for each page."""
         idle, gone = 0, []
         for page in pages:
             page.holds -= 1

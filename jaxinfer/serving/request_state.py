@@ -143,7 +143,7 @@ class RequestState:
         return max(stop - self.computed, 0)
 
     def known_tokens(self, start: int, stop: int) -> list[int]:
-        """Tokens on the host at positions ``start`` to ``stop``."""
+        """Return the tokens on the host at positions ``start`` to ``stop``."""
         L = self.prompt_len
         prompt = list(self.prompt_token_ids[start:stop])
         return prompt + self.output_token_ids[max(start - L, 0) : max(stop - L, 0)]
@@ -176,13 +176,13 @@ class RequestState:
         }
 
     def known_until(self, leg: Leg) -> int:
-        """Return the KV entries of the tokens known now, up to the leg's end."""
+        """Return the number of KV entries of the tokens known now, up to the leg's end."""
         known = min(self.num_known, self.peak_tokens)
         return known if leg.until is None else min(known, leg.until)
 
     @property
     def leg_goal(self) -> int:
-        """KV entries that this leg may launch now."""
+        """Number of KV entries up to which this leg may launch now."""
         # The last permitted token needs no KV entry; neither does a token that is not sampled yet.
         goal = self.prompt_len + len(self.output_token_ids) + self.pending
         if goal > self.peak_tokens:

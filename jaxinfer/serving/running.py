@@ -24,7 +24,7 @@ class Running:
     Args:
         page_size: page size of the groups; None if each request has its own row.
         ahead: whether a group may be launched again before its last step has ended.
-        num_output, keep, pool: of groups; see there.
+        num_output, keep, pool: see ``DecodeGroup``.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Running:
 
     @property
     def newest(self) -> RequestState:
-        """Return the request admitted last."""
+        """The request admitted last."""
         return next(reversed(self._all.values()))
 
     def others_than(self, ids: set[str]) -> list[RequestState]:
@@ -133,7 +133,7 @@ class Running:
         return list(self._ungrouped.values())
 
     def in_prompts(self) -> Iterator[RequestState]:
-        """Yield the requests whose prompts are not computed yet."""
+        """Yield the requests whose prompts are not fully computed yet."""
         fresh = (map(_request, group.fresh.values()) for group in self._groups)
         for request in chain(self._ungrouped.values(), *fresh):
             if request.computed < request.prompt_len:
@@ -161,7 +161,7 @@ class Running:
         return group
 
     def steady_group(self) -> DecodeGroup | None:
-        """The single group that all requests and all grouped steps in flight belong to, or None."""
+        """Return the group that all requests and all grouped steps in flight belong to, or None."""
         if self._ungrouped or len(self._groups) != 1:
             return None
         (group,) = self._groups
@@ -174,10 +174,7 @@ class Running:
         del self._ungrouped[request.id]
 
     def trim(self, group: DecodeGroup, most: int) -> None:
-        """Keep the ``most`` requests of a group that were admitted first.
-
-        Others become single rows.
-        """
+        """Keep in a group the ``most`` requests admitted first; the others become single rows."""
         if len(group.active) <= most:
             return
         for request in [each for each in self._all.values() if each.id in group.active][most:]:

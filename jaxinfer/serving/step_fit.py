@@ -12,7 +12,7 @@ class PrefillFit:
     constant: float
 
     def seconds(self, length: float) -> float:
-        """Seconds of a prefill of ``length`` tokens."""
+        """Return the seconds of a prefill of ``length`` tokens."""
         return self.per_token * length + self.constant
 
 
@@ -29,7 +29,7 @@ class MixedFit:
     constant: float
 
     def seconds(self, prefill_context: float, decode_context: float) -> float:
-        """Seconds of one iteration."""
+        """Return the seconds of one iteration."""
         return (
             self.per_prefill_context * prefill_context
             + self.per_decode_context * decode_context
@@ -49,7 +49,7 @@ class DecodeFit:
     constant: float
 
     def seconds(self, context: float, sequences: float) -> float:
-        """Seconds of one iteration."""
+        """Return the seconds of one iteration."""
         return self.per_context * context + self.per_sequence * sequences + self.constant
 
 

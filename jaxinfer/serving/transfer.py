@@ -284,7 +284,10 @@ class HandOffs:
             hold.release()
 
     def leave_tier(self, request: RequestState) -> None:
-        """Give up KV in a tier, which systems do not see and only some instances can fetch from."""
+        """Give up a request's KV if a tier has it.
+
+        Systems do not see tiers, and only some instances can fetch from them.
+        """
         if request.exported and not self._instances[request.exported[0]].options.computes:
             self.release_export(request)
             request.void_kv()

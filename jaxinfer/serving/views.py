@@ -1,4 +1,4 @@
-"""The views of a serving system: requests, steps, instances, and the cluster of these."""
+"""What a serving system sees: requests, steps, instances, and the cluster of instances."""
 
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -159,7 +159,7 @@ class InstanceView(Protocol):
     def num_free_pages(self) -> int: ...  # noqa: D102
     @property
     def num_awaited_pages(self) -> int:
-        """Pages that waiting requests will need, without those whose KV is already here."""
+        """Number of pages that the waiting requests without KV here will need."""
 
     @property
     def shards(self) -> Sequence[ShardView]:
@@ -251,7 +251,7 @@ class StepView(Protocol):
 
 @dataclass(slots=True)
 class ClusterView:
-    """The instances that are not lost, by name, at one time in seconds.
+    """The instances that are not lost, by name, as they are at ``now``.
 
     It is valid for one call: anything that a system keeps of it, including requests, may be out of
     date in the next call.

@@ -45,7 +45,7 @@ class Waiting(deque[RequestState]):
         self.change(request, RequestState.void_kv)
 
     def change(self, request: RequestState, how: Callable[[RequestState], None]) -> None:
-        """Change the KV entries of a request in the queue."""
+        """Let ``how`` change the KV entries of a request in the queue."""
         self._discount(request)
         how(request)
         self._count(request)

@@ -99,7 +99,7 @@ class World(Protocol):
     def due_events(self) -> Sequence[Event]:
         """Wait for the first due event, and return all that are due, in order.
 
-        Empty only if nothing is outstanding: no arrival, step, transfer, tick or return.
+        There is none only if nothing is outstanding: no arrival, step, transfer, tick or return.
         """
 
     def arrivals_left(self) -> bool:

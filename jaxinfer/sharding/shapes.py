@@ -58,7 +58,9 @@ def parameter_names(model: ModelShape) -> list[str]:
 
 
 def check_layout(layout: Layout, model: ModelShape) -> None:
-    """Check a layout's rules; closed forms and modelled stages use the first layer for all.
+    """Check that a layout's rules cut the model's parameters, and cut all layers alike.
+
+    Closed forms and modelled stages assume that all layers lie as the first one does.
 
     Raises:
         JaxinferError: a rule cuts nothing, or layers differ.

@@ -1,4 +1,4 @@
-"""Models instances with attention groups: possible places of KV heads, their costs and links."""
+"""Models instances with attention groups: where KV heads may lie, their costs and their links."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,8 @@ class ModelledShard:
         heads: number of KV heads that can lie here, if each page of the pool holds one head; 0 if
             the stage has no other shard, so that its heads lie together.
         is_own: whether it is the stage's own group, where all heads lie by default.
-        num_pages: number of pages of the group if all heads lay there, including the padding page.
+        num_pages: number of pages of the group, counted as if all heads lay there, including the
+            padding page.
         fit: see ``Shard``.
         dense: see ``Shard``.
         cost: cost of its attention, if modelled.
@@ -53,7 +54,7 @@ class ModelledShard:
         return head_pages(self.group, self.num_pages, max(self.heads, 1), self.devices)
 
     def new(self, page_size: int, pool: type[PagePool] = CountedPages) -> Shard:
-        """Return the empty pool that the scheduler uses."""
+        """Return an empty shard, with its pool of pages, for the scheduler."""
         first = self.stage * self.heads
         slices = tuple(range(first, first + max(self.heads, 1))) if self.is_own else ()
         pages = pool(self.num_head_pages, page_size)
@@ -144,7 +145,7 @@ def slice_lanes(
     """Return the lane between any two shards of a stage, for one token and one KV head.
 
     Args:
-        token_bytes: bytes of one token's KV in one layer, all heads.
+        token_bytes: bytes of one token's KV in one layer, over all heads.
     """
     found = {}
     for (i, source), (j, dest) in permutations(enumerate(shards), 2):
@@ -157,7 +158,7 @@ def slice_lanes(
 
 
 def shared_visits(shards: Sequence[ModelledShard], num_stages: int) -> list[list[Visit]]:
-    """Return each stage's visits to devices that work for several stages."""
+    """Return, for each stage, its attention work on devices that work for several stages."""
     counts = Counter((shard.group, shard.device) for shard in shards)
     found: list[list[Visit]] = [[] for _ in range(num_stages)]
     for number, shard in enumerate(shards):

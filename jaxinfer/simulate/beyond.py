@@ -28,7 +28,7 @@ class BeyondMeasured:
             self._most[name] = tuple(map(max, self._most[name], _held(done.batch.work)))
 
     def found(self) -> dict[str, dict[str, tuple[float, float]]]:
-        """Return, by instance and axis, a step's largest value and the largest measured one."""
+        """Return, by instance and quantity, the largest value and the measured one it exceeds."""
         found: dict[str, dict[str, tuple[float, float]]] = {}
         for name, most in self._most.items():
             for what, had in zip(_NAMES, most, strict=True):

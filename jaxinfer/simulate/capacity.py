@@ -57,7 +57,7 @@ class TriedRate:
 
 
 class RateMap(Protocol):
-    """``map``, or a process pool's version of it, which may run calls ahead."""
+    """``map``, or a process pool's ``map``, which may run calls before their results are needed."""
 
     def __call__(
         self, call: Callable[[float], TriedRate], rates: Iterable[float], /
@@ -83,12 +83,13 @@ class AnyRateError(JaxinferError):
 def enough_requests(in_cluster: float, runs: int = 1) -> int:
     """Return the smallest number of requests per run that shows whether a rate can be sustained.
 
-    If requests arrive faster than they are served, a limit is kept until the backlog reaches it:
-    over a span S, a limit W holds up to a rate that is too high by W / S. On average, half as many
-    requests are then in the cluster as arrive during W, so 20 times as many make S at least nine
-    times W. Without a backlog, the requests in the cluster are replaced 20 times, so that neither
-    the first, which find it empty, nor the last matter much. The rate of the arrivals themselves
-    varies by one part in the square root of their number: 10 % with 100 requests.
+    If requests arrive faster than they are served, they meet a limit until the backlog reaches it:
+    in a run of length S, a limit W is met up to a rate that is too high by W / S. On average, half
+    as many requests are then in the cluster as arrive during W, so with 20 times as many requests,
+    S is at least nine times W. Without a backlog, the requests in the cluster are replaced 20
+    times, so that neither the first, which find it empty, nor the last matter much. The rate of the
+    arrivals themselves varies by one part in the square root of their number: 10 % with 100
+    requests.
 
     Args:
         in_cluster: average number of requests in the cluster; by Little's law, the sum of their
@@ -99,7 +100,7 @@ def enough_requests(in_cluster: float, runs: int = 1) -> int:
 
 
 def too_few(rate: float, enough: int) -> str:
-    """Return a warning that a rate rests on too few requests, with the number needed."""
+    """Return a warning that a rate rests on too few requests, which says how many are needed."""
     return (
         f"warning: too few requests to show whether the cluster can sustain {rate:.3g} requests/s: "
         f"the rate may be far too high; use {enough} requests or more"
@@ -292,10 +293,10 @@ def met_above(
     precision: float = 0.02,
     map_rates: RateMap = map,
 ) -> TriedRate | None:
-    """Return the lowest of some rates well above the capacity that meets the targets again.
+    """Try some rates well above the capacity; return the lowest one that meets the targets.
 
     If there is one, attainment does not simply fall with the rate, and the result depends on where
-    a search looks. Rates that miss the targets end early, so this check is cheap.
+    a search looks. Runs that miss the targets end early, so this check is cheap.
 
     Args:
         best: the result of ``capacity`` for the same arguments.

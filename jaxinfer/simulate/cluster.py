@@ -60,7 +60,7 @@ class ModelledInstance:
         devices: for each stage, a number that identifies its devices; stages with the same number
             take turns.
         tables: for each stage, the contents of its tables, if it has any.
-        shards: possible places of KV heads, if some stages have attention groups.
+        shards: shards where KV heads may lie, if some stages have attention groups.
         asks_spans: whether step times depend on the spread of a step's contexts.
         experts: times of experts that it shares with other instances; ``cost`` does not include
             them.
@@ -99,7 +99,7 @@ class ModelledInstance:
 
     @property
     def visits(self) -> Sequence[Sequence[Visit]]:
-        """Return each stage's visits to devices that work for several stages."""
+        """For each stage, its attention work on devices that work for several stages."""
         return shared_visits(self.shards, len(self.layers))
 
     def describe_stages(self) -> list[dict[str, object]]:
@@ -129,7 +129,9 @@ class ModelledInstance:
         numbers_pages: bool = False,
         uses: LaterUses | None = None,
     ) -> Instance:
-        """Return the scheduler's instance with empty pools. The prefix cache needs known tokens.
+        """Return an instance with empty pools for the scheduler.
+
+        It has a prefix cache only if tokens are known.
 
         Args:
             num_output: returns the number of output tokens that end a request.
@@ -169,7 +171,7 @@ class ModelledCluster:
         resolved: resolved run file; None if all step times are given, so that nothing is modelled.
         site: modelled site of the cluster; None for a replay, whose times do not come from a model.
         fits: step times that the system may use for predictions, by instance; may be empty.
-        slice_lanes: lanes from shard to shard, by instance with attention groups.
+        slice_lanes: for each instance with attention groups, the lanes from shard to shard.
         joint: times of instances that share experts, if any do.
     """
 
@@ -184,7 +186,7 @@ class ModelledCluster:
 
     @property
     def efficiency(self) -> Efficiency:
-        """Efficiency used in figures; empty if the model is not known."""
+        """Data for efficiency figures; empty if the model is not known."""
         return modelled_efficiency(self.site) if self.site else Efficiency()
 
     def describe(self) -> dict[str, object]:
@@ -199,7 +201,7 @@ class ModelledCluster:
 
 
 def model_cluster(site: ModelledSite) -> ModelledCluster:
-    """Give a site's stages their costs and pools, and its paths their links.
+    """Make the modelled cluster of a site: costs and pools of its stages, and links of its paths.
 
     Raises:
         JaxinferError: the model does not fit, or the costs do not cover a stage.
@@ -321,9 +323,9 @@ def lanes_between(
 
 
 def modelled_efficiency(site: ModelledSite) -> Efficiency:
-    """Return the efficiency figures.
+    """Return the data for efficiency figures.
 
-    Prices and watts come from a hardware file. No MFU with windows.
+    The price is known only with a hardware file, and the MFU only for models without windows.
     """
     groups, placement = site.groups.values(), site.placement
     return Efficiency(

@@ -56,10 +56,10 @@ def in_turns(layers: int, parts: Sequence[PartTimes], latency_s: float = 0.0) ->
 
 
 class Side(RooflineStage):
-    """One of the two groups that compute a stage's layers, and its part of each layer."""
+    """One of the two groups that compute a stage's layers, with times of the parts of a layer."""
 
     def projections(self, T: float) -> float:
-        """Return the seconds of a layer's projections, with one of its two all-reduces."""
+        """Return the seconds of a layer's projections of ``T`` tokens, with one all-reduce."""
         products = (max(T * c, w + T * m) for c, w, m in self._products[:2])
         return (T * self._reduce + self._reduce_each) / 2 + sum(products)
 
@@ -68,11 +68,11 @@ class Side(RooflineStage):
         return self.projections(work.tokens) + self._attention(work)
 
     def ffn(self, T: float) -> float:
-        """Return the seconds of a layer's FFN, with the other one of its two all-reduces."""
+        """Return the seconds of a layer's FFN for ``T`` tokens, with its other all-reduce."""
         return self.dense(T) - self.projections(T)
 
     def besides(self, work: Work) -> float:
-        """Return the seconds of a step outside its layers."""
+        """Return the seconds that a step takes outside the layers."""
         return self.seconds(work) - self.layers * (self.dense(work.tokens) + self._attention(work))
 
 
@@ -81,7 +81,7 @@ class ModelledFfnStage:
     """A stage with its attention on one group and its FFN on another.
 
     Attributes:
-        slowdowns: how many times slower than their GPUs the two groups are emulated to be.
+        slowdowns: how many times slower than their GPUs the two groups are emulated.
     """
 
     attention: Side
@@ -91,7 +91,7 @@ class ModelledFfnStage:
     slowdowns: tuple[float, float] = (1.0, 1.0)
 
     def seconds(self, work: Work) -> float:
-        """Return the seconds of a step, as micro-batches if it has some."""
+        """Return the seconds of a step, which may be computed as micro-batches."""
         parts = [self.part(each) for each in work.halves or (work,)]
         layers = in_turns(self.attention.layers, parts, self.latency_s)
         return layers + self.slowdowns[0] * self.attention.besides(work)

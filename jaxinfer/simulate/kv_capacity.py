@@ -44,7 +44,7 @@ def held_weights(instance: InstanceConfig, part: StagePart) -> float:
 
 
 def reserved_bytes(instance: InstanceConfig, reserve_gb: float | None, part: StagePart) -> float:
-    """Return the bytes of a GPU that are reserved for neither weights nor KV."""
+    """Return the bytes of a GPU that hold neither weights nor KV."""
     if reserve_gb is not None or not instance.computes:
         return (reserve_gb or 0.0) * 1e9
     model = part.model

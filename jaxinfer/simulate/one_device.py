@@ -24,7 +24,7 @@ def _standing(site: ModelledSite) -> Iterator[tuple[str, int, SiteStage, Device]
 
 
 def with_shares(site: ModelledSite) -> dict[str, InstanceConfig]:
-    """Return the instances' options; shared devices without a setting get equal parts of memory."""
+    """Return the instances' options; by default, users of a device share its memory equally."""
     users = Counter(device for *_, device in _standing(site))
     most: dict[str, int] = defaultdict(int)
     for name, _, _, device in _standing(site):

@@ -21,8 +21,8 @@ class ModelledRequests:
     """Requests of given lengths.
 
     Args:
-        options: if it has ``max_tokens``, all requests show this limit instead of their length.
-        instances: instances; each must be able to serve each request.
+        options: with ``max_tokens``, all requests show this limit instead of their true length.
+        instances: the cluster's instances; each must be able to serve each request.
         longest: largest number of tokens of a request, if no instance's own limit is lower.
 
     Attributes:
@@ -69,14 +69,14 @@ class ModelledRequests:
         return modelled_predictor(self._predictor, self.num_output)
 
     def by_arrival(self) -> Iterator[RequestState]:
-        """Yield requests that do not wait for another's end, one by one, to save memory."""
+        """Make the requests that wait for no other's end, one by one to save memory."""
         work = self._work
         for number in sorted(range(len(work)), key=lambda number: work[number].arrival):
             if not work[number].after_ends and work[number].follows is None:
                 yield self.state(number, work[number].arrival)
 
     def by_ends(self) -> Releases[int]:
-        """Return the other requests, by number."""
+        """Return the numbers of the requests that wait for others to end."""
         found: Releases[int] = Releases()
         for number, item in enumerate(self._work):
             if item.follows is not None:
@@ -86,14 +86,14 @@ class ModelledRequests:
         return found
 
     def after_an_end(self, number: int, ended: RequestState, now: float) -> RequestState:
-        """Return a request once the one that it waited for has ended."""
+        """Make a request that waited for others; ``ended``, the last of them, ended at ``now``."""
         request = self.state(number, now + self._work[number].arrival)
         if self._work[number].follows is not None:
             request.take_history(ended)
         return request
 
     def state(self, number: int, arrival: float) -> RequestState:
-        """Return the loop's state of one request."""
+        """Make the state with which one request enters the loop."""
         item, shown = self._work[number], self._work[number].max_tokens
         if self._limit:
             shown = int(min(self._limit, self._longest - item.prompt_len))

@@ -65,7 +65,7 @@ class DecodeRuns:
         self._seconds: dict[tuple[str, int], Callable[[int], float]] = {}
 
     def give(self, instance: Instance) -> None:
-        """Replace an instance's run of steps after the instance has changed."""
+        """Give a changed instance a new run of steps if it only decodes, otherwise none."""
         name = instance.name
         group, device = instance.steady_group(), self._world.single_device(name)
         if group and device:
@@ -74,7 +74,7 @@ class DecodeRuns:
             self._runs.pop(name, None)
 
     def go_on(self, apart: bool) -> None:
-        """Run such steps until another event is due, possibly at the same time.
+        """Continue all runs until another event is due, possibly at the same time.
 
         Args:
             apart: whether only its own steps change an instance until the next request arrives.

@@ -4,8 +4,8 @@
 class SharedDevice:
     """Divides a device's time among pipeline stages, first come, first served.
 
-    A step's work is divided into as many pieces as its stage has layers. It fills the free time
-    from its start on, between times that were given to others.
+    A step can be interrupted between any two layers. Its work therefore fills the free time from
+    its start on, between times that were given to other steps.
     """
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ class ShardCost:
     The own group's devices share the heads evenly, whatever their number.
 
     Attributes:
-        head_flops: FLOPs of a query token per KV entry of one KV head that it sees.
+        head_flops: FLOPs of one query token for each KV entry of one KV head that it sees.
         head_bytes: bytes of one KV entry of one KV head.
         per_flop: seconds per FLOP, of all devices of the own group or of one device of another
             group.
@@ -41,11 +41,11 @@ class ShardCost:
     round_trip: float = 0.0
 
     def seconds(self, work: ShardWork) -> float:
-        """Return the seconds of a step; 0 if none of its heads is here."""
+        """Return the seconds of a step in one layer; 0 if none of its heads is here."""
         return self.busy(work) + self.round_trip if work.tokens else 0.0
 
     def busy(self, work: ShardWork) -> float:
-        """Return the seconds for which a step occupies the group and its link.
+        """Return the seconds for which one layer of a step occupies the group and its link.
 
         Counts are multiplied as integers first. With all heads here, the result equals the
         roofline's time of the stage to the last bit.
@@ -61,14 +61,14 @@ class ShardCost:
 
     @property
     def fit(self) -> AttentionFit:
-        """Return the fit that profiling its decodes would find."""
+        """The fit that one would get by profiling decodes here."""
         per_entry = self.head_bytes * self.per_byte
         return AttentionFit(0.0, per_entry, 0.0, self.per_query, self.round_trip)
 
 
 @dataclass(frozen=True)
 class Visit:
-    """Work for a stage on a device that works for several stages.
+    """A stage's attention work on a device that works for several stages.
 
     Attributes:
         device: name of its group, and its number in the group.
@@ -99,7 +99,7 @@ class ModelledSpreadStage(RooflineStage):
 
     @classmethod
     def of(cls, part: StagePart, costs: SimulateOptions) -> Self:
-        """Make the stage on its own group alone, as the instance's first stage."""
+        """Make the stage without attention groups, as the first stage of the instance."""
         stage = super().of(part, costs)
         heads = part.model.num_key_value_heads
         each = stage._attention_flops // heads, stage._kv_bytes // heads
@@ -107,8 +107,9 @@ class ModelledSpreadStage(RooflineStage):
         return stage
 
     def seconds(self, work: Work) -> float:
-        """Return the seconds of a step; computed as halves if it has them and heads are on other
-        groups.
+        """Return the seconds of a step.
+
+        A step that has halves, and heads on other groups, is computed as halves.
         """
         if not (work.halves and any(one.tokens for one in self._counted(work)[1:])):
             return super().seconds(work)

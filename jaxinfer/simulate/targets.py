@@ -23,7 +23,7 @@ class Verdict:
 
     Attributes:
         good: number of requests that count as goodput: those that meet all their limits. With
-            percentile limits it is all requests if the limits hold, otherwise none.
+            percentile limits, all requests count if the limits hold, otherwise none does.
         attainment: share of the requests that is compared with the required one; if the run was
             stopped, the largest share still possible; None with percentile limits.
         figures: for each limit, the share of requests that keep it, or the percentile that was
@@ -44,7 +44,7 @@ class Watch(Protocol):
 
     @property
     def hopeless(self) -> bool:
-        """True if the targets are missed whatever the other requests do."""
+        """True if the targets are missed, however fast the remaining requests are."""
 
     def verdict(self) -> Verdict:
         """Return the verdict on all requests so far."""
@@ -58,7 +58,7 @@ class Targets(Protocol):
         """The reference whose latencies the limits multiply; None if limits are in seconds."""
 
     def watch(self, work: Sequence[BenchRequest], runs: int = 1) -> Watch:
-        """Return a watch over ``runs`` runs of this work, which count as one."""
+        """Return an object that watches ``runs`` runs of this work, which count as one."""
 
 
 def _tpot(request: RequestState, times: Sequence[float]) -> float | None:
@@ -97,9 +97,7 @@ class Reference:
     seconds: Mapping[tuple[int, int], Mapping[str, float]]
 
     def slowdowns(self, metric: str) -> Latency:
-        """Return a function: a request's latency divided by its latency on the
-        reference machine.
-        """
+        """Return a function that divides a request's latency by that on the reference machine."""
         latency = LATENCIES[metric]
 
         def slowdown(request: RequestState, times: Sequence[float]) -> float | None:

@@ -87,7 +87,7 @@ class SimulatedWorld:
         self._at(time, Tick())
 
     def kv_token_s(self, source: str, dest: str) -> float:
-        """Return the seconds of one KV token on idle links, with all layers sent at once."""
+        """Return the seconds to send one KV token, all layers at once, over idle links."""
         lanes = self._lanes.get((source, dest), ())
         return self._network.least_seconds((lane.path, lane.token_bytes) for lane in lanes)
 
@@ -202,7 +202,7 @@ class SimulatedWorld:
         return time if end is None else min(time, end)
 
     def next_other(self) -> float:
-        """The time before which only events in the heap happen."""
+        """Return the time before which only events in the heap happen."""
         if self._rounds:
             return self.time  # They begin when all has been launched.
         arrival = self._next.arrival if self._next else math.inf
@@ -210,7 +210,10 @@ class SimulatedWorld:
         return arrival if end is None else min(arrival, end)
 
     def single_device(self, name: str) -> tuple[CostModel, dict[int, float]] | None:
-        """An instance's cost model, and when its only device is free; None if it shares devices."""
+        """Return an instance's cost model, and when its only device will be free.
+
+        Returns None if the instance has several devices, or shares one.
+        """
         free = self._free[name]
         if name in self._joint or name in self._visits or len(free) != 1:
             return None

@@ -31,19 +31,19 @@ class CachedParts:
     def of(
         cls, options: ByCacheOptions, request: RequestView, cluster: ClusterView
     ) -> "CachedParts":
-        """Return a request's cached parts, which are all 0 if the option is off."""
+        """Return a request's cached parts; all of them are 0 if ``by_cache`` is off."""
         return cls(request, cluster if options.by_cache else None)
 
     def kept(self, name: str) -> int:
-        """Return the prompt tokens whose KV need not be sent to an instance."""
+        """Return the number of prompt tokens whose KV need not be sent to an instance."""
         if self._cluster is None:
             return 0
         return self._cluster.instances[name].cached_tokens(self._request)
 
     def spared(self, name: str) -> int:
-        """Return the prompt tokens that an instance need not compute, beyond those that exist."""
+        """Return how many prompt tokens without KV an instance need not compute, as it has them."""
         return max(self.kept(name) - self._request.computed, 0)
 
     def share(self, tokens: int) -> float:
-        """Return tokens as a share of the prompt, for loads that count requests."""
+        """Return what share of the prompt ``tokens`` are, for loads that count requests."""
         return tokens / self._request.prompt_len

@@ -14,7 +14,7 @@ class Share(Options):
     """The share of requests that one instance takes.
 
     Attributes:
-        weight: Requests in one round.
+        weight: Number of requests that it takes in one round.
         max_waiting: Largest number of requests in its queue; an instance at its limit is skipped.
     """
 
@@ -60,7 +60,7 @@ class DataParallel(System):
         return ()
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """Assign requests in turn, as long as some queue has room."""
+        """Assign requests to the instances in turn, as long as some queue has room."""
         given: Counter[str] = Counter()
         assignments = []
         for request in waiting:

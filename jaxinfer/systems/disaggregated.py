@@ -43,7 +43,7 @@ class DisaggregatedOptions(Options):
 
 
 class Disaggregated(System):
-    """Prefills on some instances and decodes on others: Cronus with the cut at the prompt's end.
+    """Prefills on some instances and decodes on others, like Cronus with a cut at the prompt's end.
 
     This is how Cronus' paper runs its baseline. Of the prefill instances with room for one more
     request, a request gets the one with the fewest requests; it also gets the decode instance with
@@ -64,13 +64,13 @@ class Disaggregated(System):
         check_roles(roles, instances)
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
-        """Return a route from each prefill instance to each decode instance, and back to fetch."""
+        """Return routes from all prefill to all decode instances and, with ``fetch``, back."""
         prefill, decode = self.options.prefill, self.options.decode
         back = product(decode, prefill) if self.options.fetch else ()
         return [*product(prefill, decode), *back]
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """Assign a leg to the prompt's end, then one to the end of the request.
+        """Assign a leg that ends with the prompt, and a second one that ends with the request.
 
         If all instances of one role are lost, each request runs whole on one of the others.
         """

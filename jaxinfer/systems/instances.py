@@ -28,7 +28,7 @@ def check_roles(roles: Mapping[str, str | Sequence[str]], instances: Collection[
     """Raise JaxinferError if an instance does not exist, or is named twice.
 
     Args:
-        roles: names of instances by option; a text for an option that takes one name.
+        roles: option -> the names of instances that it has, or the one name that it takes.
     """
     seen: dict[str, str] = {}
     listed = {role: [names] if isinstance(names, str) else names for role, names in roles.items()}
@@ -78,7 +78,7 @@ def alive(names: Iterable[str], cluster: ClusterView) -> list[str]:
 
 
 def num_requests(instance: InstanceView) -> int:
-    """Return the number of requests as the load."""
+    """Return an instance's load, counted as its number of requests."""
     return instance.num_requests
 
 
@@ -88,20 +88,21 @@ def least_loaded(
     given: Mapping[str, int],
     load: Callable[[InstanceView], int] = num_requests,
 ) -> str:
-    """Return the instance with the least load, including requests given in this call.
+    """Return the instance with the least load; among equal ones, the first.
 
-    Among equal ones, the first is chosen.
+    Args:
+        given: load that was just assigned to instances, which they do not show yet.
     """
     return min(names, key=lambda name: load(cluster.instances[name]) + given.get(name, 0))
 
 
 def capacity(instance: InstanceView) -> int:
-    """Return the KV entries that fit into the whole pool."""
+    """Return the number of KV entries that fit into an instance's whole pool."""
     return instance.num_pages * instance.page_size
 
 
 class KVRoom:
-    """The KV entries that pools can hold; looked up again only after a loss or return."""
+    """The number of KV entries that each pool can hold, read again only after a loss or return."""
 
     def __init__(self) -> None:
         self._capacities: dict[str, int] = {}
@@ -120,7 +121,7 @@ class KVRoom:
 
 
 def most_entries(request: RequestView) -> int:
-    """Return the KV entries of a request at its longest; the last token needs none."""
+    """Return the largest number of KV entries of a request; its last token needs none."""
     return request.prompt_len + request.max_tokens - 1
 
 

@@ -36,7 +36,7 @@ class LeastLoadedOptions(Options):
 
 
 def num_tokens(instance: InstanceView) -> int:
-    """Return the number of tokens as the load."""
+    """Return an instance's load: the sum of its prompt tokens to compute and its KV entries."""
     return instance.prompt_tokens_left + instance.kv_entries
 
 
@@ -56,7 +56,7 @@ class LeastLoaded(System):
         return ()
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """Assign all waiting requests; those just assigned count as load."""
+        """Assign all waiting requests; each one counts as load for those after it."""
         names = list(cluster.instances)
         tokens = self.options.load == "tokens"
         load = num_tokens if tokens else num_requests

@@ -31,8 +31,8 @@ class PrefixAware(System):
     """Sends each request to the instance with the lowest cost; ties go by order.
 
     The cost is the instance's load (prompt tokens to compute, and KV entries that decodes read)
-    plus ``weight`` times the prompt tokens that its prefix cache lacks. With equal weights and
-    nothing cached this is ``least_loaded`` by tokens.
+    plus ``weight`` times the number of prompt tokens that its prefix cache lacks. If nothing is
+    cached and ``load`` is ``tokens``, it chooses as ``least_loaded`` does with that load.
     """
 
     Options = PrefixAwareOptions

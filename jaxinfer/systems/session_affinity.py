@@ -10,7 +10,7 @@ from jaxinfer.systems.least_loaded import num_tokens
 
 
 class SessionAffinity(System):
-    """Sends a session's first turn to the least loaded instance, and later turns after it.
+    """Sends a session's first turn to the least loaded instance, and later turns to the same one.
 
     If this instance is lost, or cannot hold the next turn, the session continues on the least
     loaded instance that can. Requests without a session go to the least loaded instance.

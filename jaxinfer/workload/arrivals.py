@@ -68,7 +68,7 @@ class Arrivals(Options):
         scale: Factor of the trace's times; 0.5 is twice as fast.
         concurrency: Requests at the beginning, and in flight at any time.
         think_s: Seconds from a request's end to the next arrival.
-        from, to, over: First and last rate of a ramp, and its seconds.
+        from, to, over: First rate, last rate, and duration of a ramp in seconds.
         spacing: Random or ``even`` spacing of a ramp's requests.
     """
 
@@ -114,7 +114,7 @@ class Arrivals(Options):
 
 
 def with_arrivals(work: Sequence[BenchRequest], arrivals: Arrivals) -> list[BenchRequest]:
-    """Return the requests with arrival times in seconds; the first is 0, except in a trace.
+    """Return the requests with arrival times in seconds, which begin at 0 except in a trace.
 
     In sessions, only first turns get a time; each other turn follows the previous one.
 

@@ -70,7 +70,7 @@ _COLUMNS = (
 class BatchLine:
     """A request from line ``number``: a text, token ids, or a conversation.
 
-    ``sampling`` has the options that the line sets. ``custom_id`` is empty until it is assigned.
+    ``sampling`` has the options that the line sets. ``custom_id`` is empty until an id is assigned.
     """
 
     number: int
@@ -184,7 +184,7 @@ class BatchFile:
                 self.bad[custom_id] = replace(line, custom_id=custom_id)
 
     def lines(self, skipped: Container[str]) -> Iterator[BatchLine]:
-        """Read the good lines again, one by one, without those of some ids.
+        """Read the good lines again, one by one, without those whose ids are ``skipped``.
 
         Raises:
             JaxinferError: the file cannot be read, or has changed.

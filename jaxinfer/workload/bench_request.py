@@ -42,7 +42,7 @@ class BenchRequest:
 
     @property
     def has_stretches(self) -> bool:
-        """True if it is synthetic, and shares tokens with other requests."""
+        """True if the prompt is synthetic and shares tokens with other prompts."""
         return self.session is not None or self.prefix is not None
 
 
@@ -53,7 +53,10 @@ def _stretches(item: BenchRequest, index: int) -> list[tuple[int, int]]:
 
 
 class NamedTokens(Sequence[int]):
-    """Tokens of a prompt made of named blocks, computed on demand: the block's name plus one."""
+    """Tokens of a prompt made of named blocks, computed on demand.
+
+    All tokens of a block are the block's name plus one.
+    """
 
     def __init__(self, item: BenchRequest) -> None:
         self._names = item.hash_ids or ()
@@ -78,7 +81,7 @@ class NamedTokens(Sequence[int]):
 def modelled_tokens(item: BenchRequest, index: int = 0) -> Sequence[int]:
     """Return token ids for a modelled run, which only compares them; empty if nothing is known.
 
-    A block repeats its name plus one; 0 is the token that a modelled run samples.
+    All tokens of a block are its name plus one, because a modelled run samples token 0.
 
     Args:
         index: place of the request in its workload.
@@ -91,7 +94,7 @@ def modelled_tokens(item: BenchRequest, index: int = 0) -> Sequence[int]:
 
 
 def real_tokens(item: BenchRequest, vocab_size: int, index: int) -> list[int]:
-    """Return token ids for a real run; unknown ones are drawn with ``index``.
+    """Return token ids for a real run; unknown ones are drawn, with ``index`` as the seed.
 
     Args:
         index: place of the request in its workload.

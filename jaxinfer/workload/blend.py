@@ -1,4 +1,4 @@
-"""An order for batches that mixes prompts with much computation and outputs with much reading."""
+"""An order for batches that mixes requests that compute much with requests that read much KV."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ class Sized(NamedTuple):
 
     @property
     def reads(self) -> float:
-        """KV entries that the output reads."""
+        """Number of KV entries that are read to decode the output."""
         return self.output_len * (self.prompt_len + self.output_len / 2)
 
 
@@ -53,11 +53,11 @@ class _Node:
 def blended(batch: Sequence[Sized]) -> list[int]:
     """Return the places of the requests in the order in which to serve them.
 
-    The order of BlendServe (arXiv 2411.16102): prompts are the leaves of a tree of their common
-    beginnings, and parts of each node are sorted by their density: the tokens that they compute,
-    by the KV entries that their outputs read. Requests are then taken from both ends of the leaves,
-    so that those taken so far have the same share of all computing and of all reading; reading is
-    ahead by ``LEAD``.
+    This is the order of BlendServe (arXiv 2411.16102). Prompts are the leaves of a tree of their
+    common beginnings. The parts of each node are sorted by their density: the number of tokens
+    that they compute, divided by the number of KV entries that their outputs read. Requests are
+    then taken from both ends of the row of leaves, so that those taken so far have the same share
+    of all computing and of all reading; reading is ahead by ``LEAD``.
     """
     leaves = _by_density(batch)
     prompts = [batch[number] for number in leaves]

@@ -31,7 +31,7 @@ class Draws(Protocol):
 class Lengths(Options):
     """A distribution of lengths in tokens.
 
-    Values outside of ``min`` and ``max`` are moved to these limits.
+    Lengths below ``min`` become ``min``, and lengths above ``max`` become ``max``.
 
     Attributes:
         kind: Shape of the distribution.
@@ -41,8 +41,8 @@ class Lengths(Options):
         mean, std: Mean and standard deviation before clipping, in place of ``median`` and
             ``sigma``.
         values: Lengths at given percentiles, as in ``{50: 400, 99: 4000}``; lengths in between
-            follow log-normal pieces. The outer pieces continue to ``min`` and ``max``, unless 0 or
-            100 is given, towards which the logarithm is uniformly distributed (see
+            follow log-normal pieces. The outer pieces continue to ``min`` and ``max``. If 0 or 100
+            is given, lengths end there, and the logarithm is uniform in the outer piece (see
             ``Percentiles``).
     """
 
@@ -154,7 +154,7 @@ class LogNormal:
 class Percentiles:
     """Log-normal lengths between given percentiles, and beyond the first and the last.
 
-    If 0 or 100 is given, nothing is beyond it, and the logarithm is uniform up to there.
+    If 0 or 100 is given, no length lies beyond it, and the logarithm is uniform up to there.
 
     Args:
         quantiles: percentile -> length, at least two.

@@ -18,7 +18,7 @@ def _no_tokenizer(text: str) -> list[int]:
 
 
 def read_workload(path: str | Path, limit: int | None = None) -> list[BenchRequest]:
-    """See ``read_trace``; for files without texts."""
+    """Return the requests of a trace without texts; see ``read_trace``."""
     return read_trace(path, limit).requests
 
 

@@ -4,13 +4,16 @@ from jaxinfer.workload.bench_request import BLOCK, BenchRequest
 
 
 class Beginnings:
-    """Computes digests of such prompts' pages; each prefix that ends with a block gets a number."""
+    """Computes digests of pages of prompts that are given as named blocks.
+
+    Each prefix that ends with a block gets a number, from which its pages' digests are made.
+    """
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, int], int] = {}
 
     def pages(self, item: BenchRequest, page_size: int) -> list[bytes]:
-        """Return digests of a prompt's full pages; none if pages cross the bounds of blocks.
+        """Return digests of a prompt's full pages; none if pages may lie in two blocks.
 
         Two digests are equal if the pages' tokens, and all tokens before them, are equal.
         """

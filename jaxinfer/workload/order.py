@@ -16,7 +16,7 @@ def in_order(items: Iterable[T], sized: Callable[[T], Sized], order: Order) -> l
     """Return the items in the given order.
 
     ``prefix_tree`` goes depth first through the tree of all prompts' tokens, so that prompts with a
-    common prefix follow one another; equal prompts keep their order. ``blend`` is
+    common prefix follow one another; equal prompts keep their order. For ``blend``, see
     ``blended``.
 
     Args:
@@ -36,7 +36,7 @@ def in_order(items: Iterable[T], sized: Callable[[T], Sized], order: Order) -> l
 
 
 def requests_in_order(requests: Iterable[RequestState], order: Order) -> list[RequestState]:
-    """Return real requests in an order that assumes outputs of ``max_tokens`` tokens."""
+    """Return real requests in an order, assuming that outputs have ``max_tokens`` tokens."""
     return in_order(
         requests,
         lambda each: Sized(each.prompt_token_ids, each.prompt_len, each.max_tokens),

@@ -32,7 +32,7 @@ _ROWS, _BUFFER = 64, 1 << 20
 
 
 def is_table(path: Path) -> bool:
-    """Tell whether a file's name says that it is Parquet."""
+    """Tell whether the ending of a file's name is that of Parquet."""
     return path.suffix.lower() == SUFFIX
 
 
@@ -46,7 +46,7 @@ def check_ending(path: Path, what: str) -> None:
 
 
 def check_pyarrow(path: Path) -> None:
-    """Raise JaxinferError if a Parquet file could not be written."""
+    """Raise JaxinferError if pyarrow, which the Parquet file ``path`` needs, is not installed."""
     _pyarrow(path)
 
 
@@ -161,7 +161,7 @@ def write_results(path: Path, lines: Path, ids: Iterable[str]) -> None:
 
     Args:
         lines: a finished JSONL file of results.
-        ids: ids of all its records, in the order of the future rows.
+        ids: ids of all its records, in the order in which to write the rows.
 
     Raises:
         JaxinferError: the file cannot be written.

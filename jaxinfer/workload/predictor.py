@@ -33,15 +33,15 @@ Own = str | dict[str, Any]
 
 
 class Buckets(Options):
-    """A predictor of a modelled run, which knows the true length and sometimes errs.
+    """A predictor for modelled runs, which knows the true length and errs on purpose.
 
     This models TetriInfer's classifier (section 3.3.2) by its accuracy: bucket k has the lengths
     from ``k * granularity`` up to, but not including, ``(k + 1) * granularity``.
 
     Attributes:
         granularity: Number of tokens of a bucket.
-        accuracy: Share of predictions that are the true length's bucket; the others are one of its
-            neighbours, with equal probability.
+        accuracy: Share of predictions that name the true length's bucket; the others name one of
+            its two neighbours, with equal probability.
         seed: Seed of the draws.
     """
 
@@ -56,7 +56,7 @@ class Buckets(Options):
 
 
 class BucketPredictor:
-    """Draws predictions in the order of arrival, which does not depend on the system.
+    """Draws predictions in the order in which requests arrive, whatever the system does.
 
     Args:
         num_output: returns a request's true number of output tokens.
@@ -77,7 +77,7 @@ class BucketPredictor:
 
 
 class OwnPredictor:
-    """A user's function, or an object of a user's class; its mistakes become one line.
+    """A predictor that a user wrote: a function or a class; its mistakes become one-line errors.
 
     Args:
         given: ``my_module:MyPredictor``, or a mapping of that ``name`` and the options of a class

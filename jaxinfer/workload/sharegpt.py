@@ -16,9 +16,9 @@ _LEAST, _MOST_PROMPT, _MOST = 4, 1024, 2048
 
 
 class Conversations:
-    """Makes a request from a conversation: its first turn is the prompt, its second the answer.
+    """Makes requests from conversations: the first turn is the prompt, the second the answer.
 
-    Conversations that vLLM's filter drops are counted.
+    Conversations that vLLM's filter drops are only counted.
 
     Args:
         encode: converts a text to its tokens; the answer is as long as its text in tokens.
@@ -29,7 +29,7 @@ class Conversations:
         self._num_read = self._num_dropped = 0
 
     def read(self, entry: dict[str, Any]) -> BenchRequest | None:
-        """Return the request, or None if it is dropped.
+        """Return a conversation's request; None if the conversation is dropped.
 
         Raises:
             JaxinferError: the entry is not a conversation, or there is no tokenizer.

@@ -102,7 +102,7 @@ class Synthetic(Options):
         )
 
     def model_post_init(self, context: Any, /) -> None:
-        """Refuse both or neither source of lengths, and a ratio without numbers."""
+        """Refuse both or neither source of lengths, and a ratio without a number to vary."""
         own = {"input_len": self.input_len, "output_len": self.output_len}
         if self.lengths is not None:
             given = {**own, "range_ratio": self.range_ratio}
@@ -206,7 +206,7 @@ def _with_prefix(item: BenchRequest, prefixes: Prefixes, rng: random.Random) -> 
 
 
 def is_of_class(request: BenchRequest, name: WorkloadClass) -> bool:
-    """Tell whether prompt (heavy above 512 tokens) and output (above 128) are of a class."""
+    """Tell whether a request is of a class: heavy is a prompt above 512, an output above 128."""
     heavy_prefill, heavy_decode = name[0] == "H", name[2] == "H"
     prefill = request.prompt_len > _HEAVY_PREFILL
     return prefill == heavy_prefill and (request.max_tokens > _HEAVY_DECODE) == heavy_decode

@@ -27,7 +27,7 @@ class Trace:
 
 
 def from_start(requests: list[BenchRequest]) -> list[BenchRequest]:
-    """Shift requests so that the earliest arrives at 0, whenever a trace was cut."""
+    """Shift requests in time so that the earliest one arrives at 0."""
     start = min((item.arrival for item in requests), default=0.0)
     if not start:
         return requests
@@ -37,7 +37,7 @@ def from_start(requests: list[BenchRequest]) -> list[BenchRequest]:
 
 @contextmanager
 def at(place: str) -> Iterator[None]:
-    """Name a place, such as ``a.csv line 3``, in errors."""
+    """Put a place, such as ``a.csv line 3``, in front of the errors of the code inside."""
     try:
         yield
     except JaxinferError as error:

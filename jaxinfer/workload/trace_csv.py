@@ -84,10 +84,10 @@ _FORMATS = (_VIDUR, _AZURE, _BURST_GPT)
 
 
 def read_csv(path: Path, limit: int | None) -> Trace:
-    """Return the first requests, or all. Azure's earliest arrives at 0.
+    """Return the first ``limit`` requests, or all; Azure's earliest request arrives at 0.
 
     Raises:
-        JaxinferError: the file cannot be read, has other columns, or a wrong value.
+        JaxinferError: the file cannot be read, has other columns, or has a wrong value.
     """
     rows = _rows(path)
     _, header = next(rows, (1, []))

@@ -18,13 +18,13 @@ _MOONCAKE = ("timestamp", "input_length", "output_length", "hash_ids")
 
 
 def read_jsonl(path: Path, limit: int | None, encode: Encode) -> Trace:
-    """Return the first requests, or all.
+    """Return the first ``limit`` requests, or all.
 
     Args:
         encode: called with texts, if the file has conversations.
 
     Raises:
-        JaxinferError: the file cannot be read, has other fields, or a wrong value.
+        JaxinferError: the file cannot be read, has other fields, or has a wrong value.
     """
     requests: list[BenchRequest] = []
     conversations = Conversations(encode)

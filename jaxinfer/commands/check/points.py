@@ -253,7 +253,7 @@ def _compare(
 
 
 class Known:
-    """Known results, by run file and operators.
+    """Results that are already known, so that points need not be simulated again.
 
     Args:
         kept: results of this folder.
@@ -267,7 +267,7 @@ class Known:
         self._kept, self._others, self._files = kept, others, files
 
     def find(self, launch: "PointSetup") -> Any:
-        """Return a point's results, or None."""
+        """Return a point's results; None if they are not known."""
         key = self._key(launch)
         found = self._kept.get(key)
         return self._others.get(key) if found is None and self._others else found

@@ -46,7 +46,7 @@ class Wrong:
         return len(self.shard)
 
     def take(self, mask: np.ndarray) -> "Wrong":
-        """Select the blocks of a mask."""
+        """Return the blocks that a mask selects."""
         arrays = {
             name: getattr(self, name)[mask]
             for name in ("shard", "layer", "part", "token", "head", "index", "block", "zero",

@@ -17,7 +17,7 @@ _AXES: dict[str, tuple[int, ...]] = {"HND": (0, 1, 2, 3), "NHD": (0, 2, 1, 3), "
 
 @dataclass(frozen=True)
 class KVLayout:
-    """A side's layout.
+    """How one side stores KV: split over devices, stages, order of a page's axes, number format.
 
     Attributes:
         tp: number of devices over which KV heads are split. With more devices than heads, heads are

@@ -28,10 +28,10 @@ def token_counts(most: int) -> list[int]:
 
 
 def crossings(seconds: Mapping[str, SecondsOf], counts: Sequence[int]) -> list[Crossing]:
-    """Return crossings between two of these counts, by tokens; equal layouts never cross.
+    """Return where each pair of layouts crosses within these counts, sorted by tokens.
 
-    If seconds rise in steps and two layouts cross several times between neighbouring counts, one of
-    the crossings is found.
+    Equal layouts never cross. If seconds rise in steps and two layouts cross several times between
+    neighbouring counts, one of the crossings is found.
     """
     found = []
     for one, two in combinations(seconds, 2):

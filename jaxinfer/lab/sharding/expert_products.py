@@ -18,7 +18,7 @@ def ragged_matmul(x_RD: jax.Array, weight_EDF: jax.Array, count_E: jax.Array) ->
 def ragged_gated(
     x_RD: jax.Array, gate_EDF: jax.Array, up_EDF: jax.Array, count_E: jax.Array
 ) -> jax.Array:
-    """Compute both products and the gate with XLA."""
+    """Multiply rows by their experts' gate and up weights with XLA, and apply the gate."""
     gate_RF, up_RF = (ragged_matmul(x_RD, weight, count_E) for weight in (gate_EDF, up_EDF))
     return jax.nn.silu(gate_RF) * up_RF
 
@@ -27,9 +27,9 @@ RAGGED = Grouped(ragged_matmul, ragged_gated, rounds=True)
 
 
 def expert_products(target: CompileTarget, dtype: jnp.dtype, D: int, F: int) -> Grouped:
-    """Return an engine's products on such devices, for experts of D x F on each.
+    """Return the kernels that multiply experts of D x F per device in an engine on these devices.
 
-    Returns XLA's own if there are no kernels: on TPUs, and on CPUs without numba.
+    Returns XLA's own products if there are no kernels: on TPUs, and on CPUs without numba.
     """
     kernels = "plain"
     if target.is_cpu and find_spec("numba"):

@@ -90,7 +90,7 @@ class Program:
         return x if table is None else self._put(x, self._spec(ACTIVATIONS[name], table))
 
     def for_use(self, path: str, weight: jax.Array) -> jax.Array:
-        """Return a weight as it is multiplied, gathered over the axes that the layout names."""
+        """Return a weight as products use it: gathered over the axes that the layout names."""
         if not self.layout.gathered:
             return weight
         left = table_in_use(path, self.layout, self.axes)

@@ -1,4 +1,4 @@
-"""Draws seconds of a step over its tokens, with crossings of the fastest layouts."""
+"""Plots a step's time against its tokens, and marks where another layout becomes the fastest."""
 
 import math
 from collections.abc import Mapping, Sequence

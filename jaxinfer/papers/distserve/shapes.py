@@ -57,7 +57,7 @@ def num_nodes(pieces: Iterable[int], gpus_per_node: int) -> int:
 
 
 def groups_of(name: str, shape: InstanceShape) -> list[str]:
-    """Return the names of groups, one per node; a number for each replica follows."""
+    """Return the names of an instance's groups, one per node; replicas append their numbers."""
     return [f"{name}_{node}_" for node in range(len(shape.stages))]
 
 

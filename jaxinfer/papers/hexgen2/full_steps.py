@@ -65,5 +65,5 @@ class LengthStats:
 
     @cached_property
     def shortest_pool(self) -> dict[str, int]:
-        """Return the KV entries, by role, that an instance needs at least to serve all requests."""
+        """Return, by role, the fewest KV entries with which an instance can serve all requests."""
         return {"prefill": self.longest_prompt, "decode": self.longest}

@@ -155,7 +155,7 @@ def describe_ffn(plan: StageFacts) -> dict[str, object]:
 
 
 class Chain:
-    """A micro-batch on its way through a stage; launches and never waits.
+    """A micro-batch on its way through a stage; its methods launch work without waiting for it.
 
     Exception: if the FFN is in another process, it waits for the hidden states sent there and back.
 

@@ -101,7 +101,7 @@ class RestartGroup(ABC):
 
     @abstractmethod
     def tell_of_loss(self, hear: Hear) -> None:
-        """Report the loss to the run, for the time of the restart."""
+        """Report the loss to the run; it lasts until the processes have been restarted."""
 
     def end(self, why: str) -> None:
         """End the remaining processes, whose devices are needed, and wait until all users know."""

@@ -74,7 +74,10 @@ class PoolClient(LenderClient):
         return BegunStep(self._steps, num_pairs)
 
     def attend(self, begun: BegunStep, layer: int, piece_RXH: jax.Array) -> "Future[np.ndarray]":
-        """Request one layer's attention; waits until the pairs have been computed.
+        """Request one layer's attention; wait until ``piece_RXH`` has been computed.
+
+        Args:
+            piece_RXH: queries, keys and values of the step's pairs of a row and a KV head.
 
         Returns:
             The results [R, G, H] of the pairs without padding.
@@ -86,8 +89,7 @@ class PoolClient(LenderClient):
         return self._ask(Take(page_C))
 
     def put(self, pages: Any, page_C: np.ndarray) -> "Future[int]":
-        """Write pages, which may be on a device of this process; waits until they have been
-        computed.
+        """Write pages, which may be on a device of this process; wait until they are computed.
 
         Args:
             page_C: their places; later pages are padding, and are not sent.

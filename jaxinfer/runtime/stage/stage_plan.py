@@ -78,7 +78,7 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class StageFacts:
-    """Sizes of one stage of an instance; any process may know them.
+    """Facts about one stage of an instance, which may be passed to any process.
 
     Attributes:
         config: config of the whole model, padded to sizes that the devices divide.

@@ -29,7 +29,7 @@ Parameters = nnx.State[Any, Any]
 
 
 class StageLeaves(NamedTuple):
-    """A stage's parameters in the form of its programs: all of them, and those outside layers."""
+    """A stage's parameters as tuples that programs take: all of them, and those outside layers."""
 
     all: Leaves
     outer: Leaves

@@ -27,8 +27,8 @@ class Member:
         number: position of the request in the order of admission.
         first: number of its first step in the group.
         last: number of the step that ends it.
-        last_launch: number of the last step that its limit lets it take part in. The request takes
-            part in steps after ``last`` that are launched before ``last`` has ended.
+        last_launch: number of the last step that ``max_tokens`` lets it take part in. The request
+            also takes part in steps after ``last`` that are launched before ``last`` has ended.
         start: KV entries launched before ``first``.
         launched: number of group steps whose launch its counters include.
         committed: number of group steps whose end its counters include.
@@ -54,7 +54,8 @@ class DecodeGroup:
 
     Args:
         num_output: number of output tokens that end a request, ``max_tokens`` or less.
-        keep: takes a page that a request has filled into a prefix cache, where there is one.
+        keep: called with each request that has filled a page, to add the page to a prefix cache;
+            None if there is no cache.
         pool: pool of all members' pages, if it only counts them. Steps then take pages from it at
             once, and a member's hold has them when the member is settled.
 
@@ -111,7 +112,7 @@ class DecodeGroup:
         return request.id in self._members
 
     def takes(self, request: RequestState) -> bool:
-        """Tell whether a running request has only to decode, one token after the other."""
+        """Tell whether a running request only has to decode from now on, one token per step."""
         sampled = len(request.output_token_ids) + request.pending
         return (
             request.launched + 1 == request.prompt_len + sampled
@@ -144,7 +145,7 @@ class DecodeGroup:
                 self._retired[member.request.id] = member
 
     def num_full(self) -> int:
-        """Return how many members need a page per slice in the next step."""
+        """Return how many members need one more page per slice in the next step."""
         turn = self._turns[self._launched % len(self._turns)]
         if self._launched >= self._even_from:
             return len(turn)
@@ -181,7 +182,7 @@ class DecodeGroup:
     def go_on(
         self, end: float, free: float, until: float, seconds: Callable[[int], float]
     ) -> tuple[list[float], float, float, int, list[tuple[int, int]]]:
-        """End the oldest step in flight and launch the next one, while it has the same members.
+        """End the oldest step in flight and launch the next, repeatedly, until members change.
 
         Only for groups with a ``pool`` whose instance has a device of its own.
 

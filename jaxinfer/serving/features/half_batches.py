@@ -73,9 +73,10 @@ def choice(option: str, by_time: ChooseHalves) -> ChooseHalves | None:
 
 
 def halve(batch: Batch, shards: Sequence[Shard], pays: ChooseHalves) -> None:
-    """Split a batch into two halves if that is faster. Its work is counted by shards.
+    """Split a batch into two halves if ``pays`` says so; its work must be counted by shards.
 
-    If all KV heads are on their own devices, there is nothing to hide.
+    A batch whose KV heads are all in the stages' own shards is not split: no exchange could be
+    hidden.
     """
     counted = zip(batch.work.shards, shards, strict=True)
     if not any(work.tokens for work, shard in counted if not shard.slices):
@@ -98,9 +99,10 @@ def in_parts(batch: Batch, count: int) -> None:
 
 
 def split(rows: Sequence[Row], count: int) -> list[list[Row]]:
-    """Split rows into parts with nearly equal tokens and, next, nearly equal KV entries before.
+    """Split rows into parts with nearly equal tokens and, second, nearly equal earlier KV entries.
 
-    Rows are assigned in descending order, each to the part that has least. They keep their order.
+    The largest rows are assigned first, each to the part that has least so far. Within a part, rows
+    keep their order.
     """
     parts: list[list[int]] = [[] for _ in range(count)]
     loads = [(0, 0, part) for part in range(count)]
@@ -148,7 +150,7 @@ class FittedStage:
 
 
 def by_fits(shards: Sequence[Shard]) -> ChooseHalves:
-    """Choose halves if, by the shards' fits, the stages together take less time."""
+    """Return a rule that chooses halves if, by the shards' fits, the stages then take less time."""
     numbers: dict[int, list[int]] = {}
     for number, shard in enumerate(shards):
         numbers.setdefault(shard.stage, []).append(number)

@@ -22,8 +22,8 @@ class HeldSlices:
     Attributes:
         kv: the instance's shards.
         tables: for each shard, slice -> page numbers in token order.
-        copies: the same for slices that are being moved; no step uses those. Empty if there are
-            none.
+        copies: the same at the destinations of slices that are being moved; no step uses these
+            pages. Empty if no slice is being moved.
         num_pages: number of pages per slice.
         released: whether the request has given up its pages.
     """
@@ -84,13 +84,13 @@ class HeldSlices:
         self.kv.on_free()
 
     def drop_copies(self) -> None:
-        """Cancel a move; pages that were already given up are freed with the others."""
+        """Cancel a move; a request that has given up its pages frees its copies with them."""
         if self.copies and not self.released:
             self.free_copies()
             self.kv.on_free()
 
     def free_copies(self) -> None:
-        """Free the pages of slices that are being moved."""
+        """Free the pages at the destinations of slices that are being moved."""
         for shard, table in zip(self.kv.shards, self.copies, strict=False):
             shard.num_pairs -= len(table)
             for pages in table.values():
@@ -113,7 +113,7 @@ class PlacedSlices:
         self.is_spread = any(len(stage) > 1 for stage in self._stages)
 
     def spread_placement(self, extra: int) -> Placement:
-        """Place slices of ``extra`` pages each in their own shards or, if full, in others."""
+        """Place slices of ``extra`` pages in their own shards or, if these are full, in others."""
         found: list[list[int]] = [[] for _ in self.shards]
         for stage in self._stages:
             room = [self.shards[number].pool.num_free // max(extra, 1) for number in stage]

@@ -27,7 +27,7 @@ class AliveInstances(dict[str, InstanceView]):
 
 
 class Losses:
-    """The losses of a cluster, and which lost instances will return.
+    """The lost instances and shards of a cluster, and which of them will return.
 
     Args:
         instances: serving instances by name. Lost ones are removed, and later return to their

@@ -30,7 +30,7 @@ class SliceMoves:
         self.num_begun = self.num_without_room = self.num_at_once = 0
 
     def ask(self, request: RequestState, move: MoveSlices) -> None:
-        """Begin to move slices of KV heads with their full pages; drop the move without room."""
+        """Begin to move slices of KV heads by sending their full pages; do nothing without room."""
         hold = request.hold
         assert hold
         if request.slice_move or hold.copies:
@@ -58,7 +58,7 @@ class SliceMoves:
         self.send_rest(request)
 
     def send_rest(self, request: RequestState) -> None:
-        """Send the rest of the moving slices, if nothing uses the pages."""
+        """Send the rest of the moving slices' entries, if no step or transfer uses the pages."""
         move, hold = request.slice_move, request.hold
         assert move
         assert hold

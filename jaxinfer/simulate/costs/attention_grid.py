@@ -23,14 +23,14 @@ _NEIGHBOURS = 32
 
 
 def base_of(at: At) -> tuple[float, ...]:
-    """Return the base at (c, key, n, k): the amounts of work that the kernel does there."""
+    """Return the base of a batch (c, key, n, k): the amounts of work that the kernel does."""
     c, key, n, k = at
     return 1.0, c, n, c * key, n * k, k, key
 
 
 @dataclass(frozen=True)
 class GridValues:
-    """A complete grid.
+    """The times at all points of a grid, measured or interpolated.
 
     Attributes:
         axes: increasing values of c, y, n and k.
@@ -74,7 +74,7 @@ class AttentionGrid:
 
     @property
     def ends(self) -> tuple[float, ...]:
-        """The last point of each axis."""
+        """The largest value of each axis."""
         return tuple(axis[-1] for axis in self._axes)
 
     def _base(self, at: Sequence[float]) -> float:

@@ -44,7 +44,7 @@ class CurveStage:
 
     Args:
         costs: costs of all layers.
-        share: this stage's share of them.
+        share: this stage's share of the costs.
 
     Attributes:
         read: contents of the file, as JSON values.
@@ -86,7 +86,7 @@ class CurveStage:
 
     @classmethod
     def of(cls, part: StagePart, costs: SimulateOptions) -> Self:
-        """Make the stage from a run file's options, which must have these costs."""
+        """Make the stage from a run file's options, which must have ``curves``."""
         assert costs.curves
         return cls(costs.curves, part.share)
 

@@ -62,7 +62,8 @@ class JointSteps:
     Attributes:
         own: times without experts, by instance.
         experts: times of each instance's share of the experts.
-        graph_tokens: number of tokens up to which all instances are padded to the largest one.
+        graph_tokens: steps in which no instance has more tokens than this are padded: all
+            instances then compute as many as the one with the most.
     """
 
     own: Mapping[str, CostModel]
@@ -89,8 +90,8 @@ def experts_curve(
     """Return microseconds of a layer's experts on one device, if devices hold whole experts.
 
     Args:
-        points: times by tokens, all of whose experts are on the device, and by the number of
-            experts that the tokens go to.
+        points: times by number of tokens, all of whose experts are on the device, and by the
+            number of experts that these tokens go to.
         ways: number of devices that share the experts.
 
     Returns:
@@ -118,7 +119,7 @@ class JointRounds:
     """Steps that joint instances have launched, and when the running step ends.
 
     Args:
-        steps: times of their steps.
+        steps: times of the joint steps.
     """
 
     def __init__(self, steps: JointSteps) -> None:
@@ -134,7 +135,7 @@ class JointRounds:
         """Begin a joint step with the first launched batch of each instance, if none runs.
 
         Returns:
-            Its ends, one for each instance that takes part.
+            The end of the step, once for each instance that takes part.
         """
         if now < self._until or not any(self._launched.values()):
             return ()

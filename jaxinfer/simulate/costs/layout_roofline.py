@@ -32,7 +32,7 @@ class LayoutStage:
 
     @classmethod
     def of(cls, part: StagePart, costs: SimulateOptions) -> Self:
-        """Make the stage from a run file's options that have no other costs."""
+        """Make the stage from a run file's options, which must have no measured costs."""
         assert part.flow
         made = LayoutCosts(
             part.flow,

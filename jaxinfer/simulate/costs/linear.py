@@ -12,11 +12,11 @@ Cronus' eq. 2, a prefill of L tokens in one step, ``k_p L + b_p``: ``token_s`` i
 Eq. 3, a step of B tokens (a chunk and d decodes), ``k_ctxp (entries before the chunk) +
 k_ctxd (those of all decodes) + b_c``: ``chunk_context_s`` is k_ctxp, ``decode_context_s`` k_ctxd,
 and b_c is ``step_s + token_s B + sequence_s (1 + d)``, so the form is eq. 3's where ``sequence_s``
-is 0. How much of b_c comes with the tokens, eq. 3 leaves open: with eq. 2 of the same instance,
+is 0. Eq. 3 leaves open how much of b_c comes with the tokens: with eq. 2 of the same instance,
 ``step_s`` is ``b_c - k_p B``. A decode sees its own entry, too, which eq. 3 leaves out.
 
-DistServe's profiles have a term in the squares of prompts' lengths, and decode coefficients by the
-size of the batch: see ``phases.py``.
+For DistServe's profiles, which have a term in the squares of prompts' lengths and decode
+coefficients that depend on the size of the batch, see ``phases.py``.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ class LinearStage:
 
     Args:
         costs: costs of all layers.
-        share: this stage's share of them; every stage has all of ``step_s``.
+        share: this stage's share of the costs; every stage has all of ``step_s``.
     """
 
     def __init__(self, costs: LinearCosts, share: float = 1.0) -> None:
@@ -42,7 +42,7 @@ class LinearStage:
 
     @classmethod
     def of(cls, part: StagePart, costs: SimulateOptions) -> Self:
-        """Make the stage from a run file's options, which must have these costs."""
+        """Make the stage from a run file's options, which must have ``linear`` costs."""
         assert costs.linear
         return cls(costs.linear, part.share)
 
@@ -65,7 +65,7 @@ class LinearStage:
         return lambda seen: step_s + share * (fixed + context_s * seen)
 
     def floor(self) -> StepFloor:
-        """Return the least time of steps, which ignores the entries before chunks."""
+        """Return the parts of a lower bound on step times; it ignores the entries before chunks."""
         costs = self._costs
         return StepFloor(
             step_s=costs.step_s,

@@ -55,7 +55,7 @@ class Profiled(Options):
 
 @dataclass(frozen=True)
 class ProgramStage:
-    """Step times of a pipeline stage: those of the compiled step that each step is padded to.
+    """Step times of a pipeline stage: each step takes as long as the compiled step it is padded to.
 
     Attributes:
         limits: limits that decide the shape of a step.
@@ -81,7 +81,7 @@ class ProgramStage:
         """Make the stage from a folder such as ``tp1``.
 
         Args:
-            engine: this section of ``meta.yaml``.
+            engine: the section ``engine`` of ``meta.yaml``.
 
         Raises:
             JaxinferError: a table is missing or incomplete, or comes from an engine that pads its
@@ -166,11 +166,11 @@ def _all_reduces(gpu: Gpu, model: ModelShape, part: StagePart) -> Collectives:
 
 
 class MeasuredTables:
-    """Costs from ``simulate.tables``: a folder of operators, or of an engine's own steps."""
+    """Stages with costs from ``simulate.tables``: of operators, or of an engine's own steps."""
 
     @staticmethod
     def of(part: StagePart, costs: SimulateOptions) -> TableStage | ProgramStage:
-        """Make the stage from a run file's options, which must have these costs.
+        """Make the stage from a run file's options, which must have ``tables``.
 
         Raises:
             JaxinferError: the folder belongs to another model or GPU; see ``TableStage.open``,

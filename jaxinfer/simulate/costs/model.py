@@ -41,7 +41,7 @@ class SlowedStage:
 
 
 def decode_seconds(cost: CostModel, rows: int) -> Callable[[int], float]:
-    """Return the seconds of one stage's step of ``rows`` decodes, by the KV entries they see."""
+    """Return the seconds of ``rows`` decodes in the only stage, by the KV entries that they see."""
     part = cost.parts[0] if isinstance(cost, Pipeline) else None
     if of_rows := getattr(part, "decode_seconds", None):
         return of_rows(rows)
@@ -60,7 +60,7 @@ STAGES = {
 
 
 def make_stage(part: StagePart, costs: SimulateOptions) -> StageCost:
-    """Make a stage with measured costs if there are any, otherwise with a roofline.
+    """Make a stage with measured costs if the options have any, otherwise with a roofline.
 
     Raises:
         JaxinferError: the source of the costs does not cover this stage, or does not support
@@ -87,9 +87,9 @@ class Pipeline:
     """An instance's stages and the links between them.
 
     Attributes:
-        send_s: seconds for which a stage is busy with sending; it blocks, as in vLLM.
-        latency_s: seconds from one stage to the next until the first byte arrives.
-        byte_s: seconds per byte.
+        send_s: seconds for which a stage is busy with sending, which blocks it, as in vLLM.
+        latency_s: for each stage but the last, seconds until its first byte reaches the next one.
+        byte_s: for each stage but the last, seconds per byte that it sends.
         hidden_bytes: bytes of one token's hidden states.
     """
 

@@ -133,12 +133,12 @@ class Check:
 
     @property
     def adds_up(self) -> bool:
-        """True if the median is within the tolerance."""
+        """True if the median is within ``TOLERANCE`` of 0."""
         return abs(self.middle) <= TOLERANCE
 
 
 def check_steps(folder: Path, device: str, gpu: Gpu, degree: Degree) -> Iterator[Check]:
-    """Check whole steps, which are in no table, against the tables just written."""
+    """Compare measured times of whole steps, which are in no table, with sums from the tables."""
     part = StagePart(
         gpu, device, degree.model, degree.layers, 1.0, True, True, degree.devices, 2, 2,
         degree.limits,

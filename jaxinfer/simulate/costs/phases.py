@@ -7,12 +7,12 @@ token and K the KV entries that these see, their own included, the seconds of on
     step_s + decode.context_s * K + decode.sequence_s * n         of rows of one token alone
     prefill's, + decode.context_s * K + decode.sequence_s * n     of both
 
-so a mixed step has the constant of its prefill alone; the papers whose engines run the phases one
-after the other have no such steps. Decode's coefficients are those of the first regime whose
-``below`` is more than n.
+so a mixed step has only the constant of its prefill. Papers whose engines run the phases one after
+the other have no mixed steps. Decode's coefficients are those of the first regime whose ``below``
+is more than n.
 
-A whole prompt of L tokens has L^2 pairs, in either order; the chunk from entry s to entry e has
-those that it adds, e^2 - s^2, so that the chunks of a prompt add up to it. DistServe's profiles,
+A whole prompt of L tokens has L^2 ordered pairs. The chunk from entry s to entry e has those that
+it adds, e^2 - s^2, so that the chunks of a prompt have L^2 in total. DistServe's profiles,
 in milliseconds, are of this form: prefill ``a + b sum(L) + c sum(L^2)`` is ``step_s``, ``token_s``
 and ``pair_s``; decode ``a + b (context tokens) + c (batch size)`` is ``step_s``, ``context_s`` and
 ``sequence_s``, once for small batches and once for large ones. Aladdin's eqs. 2 and 3 are, too.
@@ -28,7 +28,7 @@ from jaxinfer.serving.batch import Work
 
 
 def prompt_pairs(chunks: Sequence[tuple[int, int]]) -> int:
-    """Return how much chunks (as in ``Work``) add to the squares of their prompts' lengths."""
+    """Return by how much chunks (see ``Work``) raise the sum of their prompts' squared lengths."""
     return sum([count * (2 * start + count) for start, count in chunks])
 
 
@@ -37,7 +37,7 @@ class PhaseStage:
 
     Args:
         costs: costs of all layers.
-        share: this stage's share of them.
+        share: this stage's share of the costs.
         first: whether it is the first stage.
     """
 
@@ -49,7 +49,7 @@ class PhaseStage:
 
     @classmethod
     def of(cls, part: StagePart, costs: SimulateOptions) -> Self:
-        """Make the stage from a run file's options, which must have these costs."""
+        """Make the stage from a run file's options, which must have costs by ``phases``."""
         assert costs.phases
         return cls(costs.phases, part.share, part.first)
 

@@ -19,8 +19,9 @@ class PiecewiseLinear:
         self._half = min(half, max(len(self.x) - 2, 0))
 
     def ends(self, x: float) -> tuple[int, int]:
-        """Return the numbers of the two points whose line gives the value at x; equal if
-        only one.
+        """Return the numbers of the two points whose line gives the value at x.
+
+        They are equal if there is only one point.
         """
         if len(self.x) == 1:
             return 0, 0
@@ -36,7 +37,10 @@ class PiecewiseLinear:
 
 
 def along(x: float, a: float, b: float, fa: float, fb: float) -> float:
-    """Return the value at x on the line through ``(a, fa)`` and ``(b, fb)``; no fall above b."""
+    """Return the value at x on the line through ``(a, fa)`` and ``(b, fb)``.
+
+    It does not fall above b, and is never below 0.
+    """
     if x > b and fb < fa:
         return max(fb, 0.0)
     return max(fa + (fb - fa) * (x - a) / (b - a), 0.0)

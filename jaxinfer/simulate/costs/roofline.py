@@ -99,7 +99,7 @@ class RooflineStage:
 
     @classmethod
     def of(cls, part: StagePart, costs: SimulateOptions) -> Self:
-        """Make the stage from a run file's options that have no other costs."""
+        """Make the stage from a run file's options, which must have no measured costs."""
         efficiency = KernelEfficiency(costs.flops, costs.bandwidth, costs.step_s, costs.sequence_s)
         return cls(
             part.gpu, part.model, part.layers, part.last, part.devices, ITEMSIZE, efficiency,
@@ -126,7 +126,7 @@ class RooflineStage:
         return lambda seen: L * (dense + seen * kv_bytes * per_byte) + step_s + rows_s + head
 
     def floor(self) -> StepFloor:
-        """Return the least time of steps; experts' weights are read as for one token."""
+        """Return the parts of a lower bound on step times; steps read the experts of one token."""
         L, E = self.layers, self._efficiency
         each = self._model.num_experts_per_tok if self._expert else 0
         products = [ProductFloor(*(L * x for x in parts)) for parts in self._products]
@@ -144,7 +144,7 @@ class RooflineStage:
         )
 
     def dense(self, T: float) -> float:
-        """Return the seconds of a layer without its attention, for this number of tokens."""
+        """Return the seconds of a layer without its attention, for ``T`` tokens."""
         layer = T * self._reduce + self._reduce_each
         for compute, weights, moved in self._products:
             layer += max(T * compute, weights + T * moved)

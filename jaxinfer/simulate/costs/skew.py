@@ -25,8 +25,8 @@ class Skew:
     """Shares alpha by kinds of batches; 0 for a kind that was not fitted.
 
     Args:
-        shares: by tokens of the chunk, and the upper limits of rows, rate, largest context and
-            entries before the chunk, in this order.
+        shares: alpha by the tokens of the chunk and the upper limits of rows, rate, largest context
+            and entries before the chunk, in this order.
     """
 
     def __init__(self, shares: Mapping[_Kind, float]) -> None:
@@ -35,7 +35,7 @@ class Skew:
 
     @staticmethod
     def is_in(folder: Path) -> bool:
-        """Tell whether a folder such as ``tp1`` has shares."""
+        """Tell whether a folder such as ``tp1`` has a file of shares."""
         return any(folder.glob("skew_fit.csv*"))
 
     @classmethod
@@ -60,7 +60,7 @@ class Skew:
         return cls(shares)
 
     def share(self, chunk: float, n: float, rate: float, most: float, before: float) -> float:
-        """Return the share of a batch, from the nearest measured chunk and the batch's kinds.
+        """Return alpha for a batch: that of its kind, at the nearest measured size of its chunk.
 
         Args:
             rate: (mean - smallest) / (largest - smallest) of the contexts.

@@ -121,7 +121,7 @@ def find_degree(folder: Path, devices: int) -> Path:
 
 
 def unread_files(folder: Path, experts: bool) -> list[str]:
-    """Return the names of files that no step's time depends on.
+    """Return the names of the folder's files on which no step's time depends.
 
     Args:
         experts: whether the model has experts, whose times are then in ``moe.csv``.
@@ -137,8 +137,7 @@ def unread_files(folder: Path, experts: bool) -> list[str]:
 
 
 def operator_points(folder: Path, file: str, experts: bool) -> dict[str, dict[float, float]]:
-    """Return microseconds of each operator of ``dense`` or ``per_sequence``, by tokens or
-    sequences.
+    """Return the operators of ``dense`` or ``per_sequence``: microseconds by tokens or sequences.
 
     Args:
         experts: whether the model has experts instead of a feed-forward layer.
@@ -152,8 +151,7 @@ def operator_points(folder: Path, file: str, experts: bool) -> dict[str, dict[fl
 
 
 def expert_points(folder: Path) -> dict[tuple[float, float], float]:
-    """Return microseconds of one layer's experts on a device, by tokens and experts that they go
-    to.
+    """Return microseconds of one layer's experts on a device, by tokens and activated experts.
 
     Raises:
         JaxinferError: the file is missing, wrong or empty.

@@ -178,7 +178,7 @@ class OperatorTables:
 
     @property
     def per_layer(self) -> dict[str, int]:
-        """Return how often each available operator runs in a layer."""
+        """How often each available operator runs in a layer."""
         counts = PER_LAYER | OPTIONAL | EXPERTS
         return {name: n for name, n in counts.items() if name in self.dense}
 
@@ -203,7 +203,7 @@ def read_operators(tp: Path, with_skew: bool = False, experts: bool = False) -> 
 
 @dataclass(frozen=True)
 class Collectives:
-    """Seconds of collectives between devices that share each layer, if no table has them.
+    """Seconds of collectives between the devices that share each layer, where no table has them.
 
     Attributes:
         step_s: seconds per step.
@@ -226,7 +226,7 @@ class Collectives:
 def rings(
     gpu: Gpu, model: ModelShape, devices: int, itemsize: int, layers: int, first: bool, last: bool
 ) -> Collectives:
-    """Model rings of hidden states: two per layer, one for the embedding; logits are gathered.
+    """Model all-reduces in rings: two per layer and one for the embedding; logits are gathered.
 
     Args:
         first: whether the stage has the embedding.
@@ -259,7 +259,7 @@ class TableStage:
     Attributes:
         read: contents of the tables, as JSON values.
         measured: largest measured value of each quantity of a step.
-        joint: times that instances which share experts have together; None if they are not shared.
+        joint: times of the experts that several instances share; None if they share none.
         asks_spans: whether times depend on the spread of a step's contexts.
     """
 

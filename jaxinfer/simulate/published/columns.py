@@ -38,8 +38,8 @@ def read_measured(
     """Read the rows that match some conditions.
 
     Args:
-        only: required value of each of these columns.
-        some: required value of each of these columns, which a file may lack.
+        only: column -> the value that it must have.
+        some: column -> the value that it must have, if the file has the column.
 
     Raises:
         JaxinferError: pyarrow is not installed, the file is not such a table, or no row matches.
@@ -67,7 +67,7 @@ def read_measured(
 
 
 def values_of(path: Path, names: Sequence[str], only: Mapping[str, object]) -> set[tuple[int, ...]]:
-    """Return the values of some columns of integers that occur together with other values."""
+    """Return the values that columns of integers have in the rows with the values in ``only``."""
     table = _table(path)
     if missing := [name for name in (*names, *only) if name not in table]:
         raise JaxinferError(f"{path}: lacks the column {missing[0]}")

@@ -1,9 +1,9 @@
 """Experts in blocks of rows (DeepGEMM's contiguous layout), timed by dense products.
 
 The rows of each expert begin a new block. The host does not know how many experts have rows, so
-vLLM computes as many blocks as there could be, empty ones with the first expert's weights. With few
-tokens, that is almost one block per expert on the device, whatever the router chooses. The first
-block of an expert waits for its weights; later blocks find them in cache.
+vLLM computes as many blocks as there could be, and uses the first expert's weights for empty ones.
+With few tokens, it computes almost one block per expert on the device, whatever the router chooses.
+The first block of an expert waits for its weights; later blocks find them in cache.
 """
 
 import numpy as np
@@ -19,7 +19,7 @@ _LAUNCHES = 7
 
 
 def most_rows(tokens: float, model: ModelShape, experts: int) -> float:
-    """Return the largest possible number of rows in the blocks of a device with ``experts``."""
+    """Return the most rows that the blocks of a device with ``experts`` experts can have."""
     rows = tokens * model.num_experts_per_tok + experts * (BLOCK - 1)
     return -(-rows // BLOCK) * BLOCK
 
@@ -35,8 +35,8 @@ def block_times(
 ) -> dict[float, float]:
     """Return microseconds of a layer's experts, by tokens.
 
-    A token is quantized once, before its rows are spread, so the quantization of the first product
-    is subtracted; that of the second one stays.
+    A token is quantized once, before its rows are spread. The time to quantize is therefore
+    subtracted from the first product, but not from the second one.
 
     Args:
         products: products with block scales.

@@ -28,7 +28,7 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class Card:
-    """A card's tables.
+    """A card with published tables: its rates, and the files with its tables.
 
     Attributes:
         name: name of its folder, such as ``h100_sxm``.

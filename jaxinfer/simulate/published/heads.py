@@ -1,4 +1,4 @@
-"""Measured attention for numbers of heads that a table lacks, from numbers that it has."""
+"""Derives attention times for numbers of heads that a table lacks from numbers that it has."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,13 +21,13 @@ def read_attention(
     """Read times of attention, whose first axis is the number of sequences.
 
     Args:
-        only: required values, which name the heads; see ``read_measured``.
-        other_heads: whether other heads may stand for those that the table lacks: a part of the
-            heads for as many more sequences, which is the same work, else the mean of the next
-            numbers of query heads below and above.
+        only: required values, among them the numbers of heads; see ``read_measured``.
+        other_heads: whether other numbers of heads may stand for one that the table lacks: a
+            fraction of the heads with proportionally more sequences, which is the same work, or
+            else the mean of the next smaller and larger numbers of query heads.
 
     Raises:
-        JaxinferError: see ``read_measured``; or there are no such heads either.
+        JaxinferError: see ``read_measured``; or the table has no such other heads either.
     """
     others = {name: value for name, value in only.items() if name not in _HEADS}
     there = values_of(path, _HEADS, others) if other_heads else set()

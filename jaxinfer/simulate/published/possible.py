@@ -20,7 +20,7 @@ class AttentionSize:
 
     Attributes:
         queries: number of query heads.
-        head_size: numbers of a head.
+        head_size: dimension of a head.
         entry_bytes: bytes of a KV entry, over all KV heads.
         full: share of the layers that have no window.
     """
@@ -34,13 +34,15 @@ class AttentionSize:
 def possible_chunks(
     chunks: MeasuredPoints, read: ReadTable, others: Sequence[Card], of: AttentionSize, card: Card
 ) -> MeasuredPoints:
-    """Return attention of prompts that stays below the card's peak FLOPs.
+    """Return times of prompts' attention with which a card stays below its peak FLOPs.
+
+    If ``chunks`` do not, those of another card with the same peak take their place.
 
     Args:
         others: other cards that have the table.
 
     Raises:
-        JaxinferError: no table of a card with the same peak does.
+        JaxinferError: the table of no card with the same peak stays below it.
     """
     if _is_computed(chunks, of, card.flops):
         return chunks
@@ -57,11 +59,11 @@ def possible_chunks(
 def possible_decodes(
     decodes: MeasuredPoints, read: ReadTable, others: Sequence[Card], of: AttentionSize, card: Card
 ) -> MeasuredPoints:
-    """Return attention of decodes that the cards' bandwidths allow.
+    """Return times of decodes' attention that the cards' bandwidths allow.
 
-    If a table exceeds the peak bandwidth anywhere, its decodes read at most at the rate that
-    operators on vectors reach. A card is not slower than one with the same peak FLOPs and no more
-    bandwidth.
+    If a table exceeds the peak bandwidth anywhere, its decodes take at least the time to read their
+    KV at the rate that operators on vectors reach. A card is at least as fast as one with the same
+    peak FLOPs and no more bandwidth.
 
     Args:
         others: other cards that have the table.

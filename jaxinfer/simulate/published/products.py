@@ -19,11 +19,12 @@ _NARROW = 64.0
 class ProductTimes:
     """Milliseconds of ``[m, k] x [k, n]``, in one format.
 
-    Between measured n, and then k, times follow power laws (lines over logarithms). Beyond the
-    largest size they grow in proportion; below the smallest they are constant.
+    Times between measured k, and then between measured n, follow power laws (lines over
+    logarithms). Beyond the largest size they grow in proportion; below the smallest they are
+    constant.
 
     Args:
-        measured: times over m, n and k.
+        measured: times by m, n and k.
     """
 
     def __init__(self, measured: MeasuredPoints) -> None:
@@ -36,7 +37,7 @@ class ProductTimes:
         self._n = sorted({n for n, _ in self._curves})
 
     def curve(self, n: float, k: float) -> Curve:
-        """Return milliseconds by m.
+        """Return the milliseconds of products of this n and k, by m.
 
         Raises:
             JaxinferError: there are too few measurements.
@@ -60,7 +61,9 @@ class ProductTimes:
 
 
 def without_scaling(times: ProductTimes, plain: ProductTimes, n: float, k: float) -> Curve:
-    """Subtract the quantization of a narrow product's input, compared with bfloat16.
+    """Return a product's milliseconds by m, without the time to quantize its input.
+
+    That time is how much longer a narrow product takes in 8 bits than in bfloat16.
 
     Args:
         times: products in 8 bits.
