@@ -250,5 +250,5 @@ def chunk_attention(
     row_C1: jax.Array,
     window: int | None = None,
 ) -> jax.Array:
-    """Attend as ``reference.chunk_attention``; rows without a chunk give 0."""
+    """Attend as ``reference.chunk_attention`` does; rows without a chunk give 0."""
     return _attend(q_TNH, kv, page_table_CM, start_C, row_C1, window, TILE_ROWS)
