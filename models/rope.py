@@ -62,7 +62,7 @@ def yarn(
     """
 
     def pair_with(rotations: float) -> float:
-        """Invert rotations = original * theta^(-2i / H) / 2 pi."""
+        """Return i, which solves rotations = original * theta^(-2i / H) / 2 pi."""
         return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     first = max(math.floor(pair_with(fast)), 0)

@@ -29,7 +29,7 @@ class Lie(NamedTuple):
 
     @property
     def of_rows(self) -> Any:
-        """Return the register layout for an array with one number per row of the sums."""
+        """The register layout for an array with one number per row of the sums."""
         return self.sums.reduce(1)
 
 

@@ -66,7 +66,7 @@ def start(head_dim: int) -> Softmax:
 
 
 def weigh(so_far: Softmax, score_RJ: jax.Array, scales: tuple[Any, Any] = (None, None)) -> Weighed:
-    """Weigh new scores.
+    """Weigh a tile's new scores, and update the statistics of the softmax.
 
     Args:
         scales: factors for the scores, and for the weights after they are summed.

@@ -39,7 +39,7 @@ class Case:
 
     @property
     def own(self) -> np.ndarray:
-        """Return the blocks that hold entries of their own request."""
+        """The blocks that hold entries of their own request."""
         return self.wrong.origin.request == self.wrong.request
 
     def differs(self, *names: str) -> np.ndarray:

@@ -70,7 +70,7 @@ class MeasuredStep(Options):
 
     @property
     def work(self) -> Work:
-        """Return the step's work.
+        """The step's work.
 
         The chunk's last token is sampled, and a single token counts as a decode.
         """

@@ -149,7 +149,7 @@ class PointSetup:
 
     @property
     def config(self) -> RunFile:
-        """Return the checked run file; raise JaxinferError if it is invalid."""
+        """The checked run file; raises JaxinferError if it is invalid."""
         return as_run_file(self.data)
 
     @property

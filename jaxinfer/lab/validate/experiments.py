@@ -238,7 +238,7 @@ class ExperimentSetup:
 
     @property
     def config(self) -> RunFile:
-        """Return the checked run file; raise JaxinferError if it is invalid."""
+        """The checked run file; raises JaxinferError if it is invalid."""
         return as_run_file(self.data)
 
     def requests(self) -> list[BenchRequest]:

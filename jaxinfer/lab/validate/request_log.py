@@ -121,7 +121,7 @@ class Figure:
 
     @property
     def error(self) -> float:
-        """Return (simulated - measured) / measured."""
+        """The relative error: (simulated - measured) / measured."""
         return self.simulated / self.measured - 1
 
     @property

@@ -37,7 +37,7 @@ class Limits:
     page_size: int = 1
 
     def most_context(self, batch: int) -> float:
-        """Return the KV entries at which ``batch`` decodes take ``atgt_s`` per iteration (eq. 4)."""
+        """Return the KV entries at which ``batch`` decodes take ``atgt_s`` per step (eq. 4)."""
         left = self.atgt_s - self.decode.constant - self.decode.per_sequence * batch
         if self.decode.per_context > 0:
             return left / self.decode.per_context

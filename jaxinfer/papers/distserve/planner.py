@@ -115,7 +115,7 @@ class Space:
 
     @property
     def degrees(self) -> list[int]:
-        """Return how many GPUs a stage may have: the numbers that divide the heads."""
+        """How many GPUs a stage may have: the numbers that divide the heads."""
         heads = self._model.num_attention_heads, self._model.num_key_value_heads
         most = self._options.gpus_per_node
         return [tp for tp in range(1, most + 1) if not any(count % tp for count in heads)]

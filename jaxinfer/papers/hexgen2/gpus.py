@@ -90,7 +90,7 @@ class Site:
 
     @cached_property
     def usd_by_kind(self) -> list[float]:
-        """Return the lowest dollars per hour of a GPU of each kind.
+        """The lowest dollars per hour of a GPU of each kind.
 
         Raises:
             JaxinferError: a node has no price.

@@ -46,7 +46,7 @@ class MachineBudget(Options):
 
     @property
     def limits(self) -> dict[Cost, float]:
-        """Return the limits that are given."""
+        """The limits that are given, by kind of cost."""
         costs: tuple[Cost, ...] = ("gpus", "usd", "watts")
         return {of: limit for of in costs if (limit := getattr(self, of)) is not None}
 

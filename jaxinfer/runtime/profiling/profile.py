@@ -315,7 +315,7 @@ class Grid:
 
     @property
     def by_shape(self) -> list[list[tuple[Part, ...]]]:
-        """Return the steps to measure, each once, grouped by shape."""
+        """The steps to measure, each once, grouped by shape."""
         chunks = [(part,) for length in self.lengths for part in self.prefill(length)]
         found: dict[StepShape, list[tuple[Part, ...]]] = {}
         for parts in dict.fromkeys([*chunks, *(parts for *_, parts in self.mixed), *self.others]):
@@ -324,7 +324,7 @@ class Grid:
 
     @property
     def steps(self) -> list[tuple[Part, ...]]:
-        """Return the same steps as one list."""
+        """The steps to measure, as one list."""
         return [parts for steps in self.by_shape for parts in steps]
 
 

@@ -34,7 +34,7 @@ def measure_speed(config: ModelConfig, dtype: jnp.dtype, devices: Sequence[jax.D
 
 
 def copy_rate(size: int) -> float:
-    """Return the bytes per second that JAX's first device reads and writes in such a copy."""
+    """Return bytes per second that JAX's first device reads and writes to copy ``size`` bytes."""
     x = jnp.zeros(size // 4, jnp.float32)
     return 2 * x.nbytes / _seconds(jax.jit(lambda x: x + 1), x)
 

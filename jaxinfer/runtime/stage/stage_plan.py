@@ -166,7 +166,7 @@ class StagePlan(StageFacts):
 
     @property
     def facts(self) -> StageFacts:
-        """Return those facts of the plan that another process may know."""
+        """Those facts of the plan that another process may know."""
         known = {each.name: getattr(self, each.name) for each in fields(StageFacts)}
         devices = [DeviceFacts(d.platform, d.id, d.device_kind) for d in self.devices]
         return StageFacts(**known | {"devices": devices})
@@ -178,7 +178,7 @@ class StagePlan(StageFacts):
 
     @property
     def step_arguments(self) -> tuple[Any, Any, jax.ShapeDtypeStruct]:
-        """Return the arrays for which a step is compiled: parameters, KV pages, previous tokens."""
+        """The arrays for which a step is compiled: parameters, KV pages, previous tokens."""
         previous_S = jax.ShapeDtypeStruct(
             (self.options.max_num_seqs,), jnp.int32, sharding=self.whole
         )
@@ -186,7 +186,7 @@ class StagePlan(StageFacts):
 
     @property
     def abstract_state(self) -> nnx.State[Any, Any]:
-        """Return the parameters that the step takes, without their values."""
+        """The parameters that the step takes, without their values."""
         return self.state(join_weights.abstract(self.parameters, self.joined))
 
     @property

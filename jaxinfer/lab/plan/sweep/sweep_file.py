@@ -65,7 +65,7 @@ class Sweep(Options):
 
     @property
     def all_seeds(self) -> tuple[int | None, ...]:
-        """Return the seeds of the sweep; None alone keeps the seeds of the run files."""
+        """The seeds of the sweep; None alone keeps the seeds of the run files."""
         return tuple(range(self.seeds)) if isinstance(self.seeds, int) else self.seeds or (None,)
 
     def model_post_init(self, context: object, /) -> None:
