@@ -22,7 +22,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class EightBits:
-    """Storage and products of linear weights of 8 bits, by names of dtypes.
+    """The dtypes, by name, in which linear weights of 8 bits are stored and multiplied.
 
     Attributes:
         stored: ``int8`` or ``float8_e4m3fn``.
@@ -54,7 +54,7 @@ class ModelConfig:
         num_experts_per_tok: number of experts per token; 0 without experts.
         norm_topk_prob: whether the shares of a token's experts add up to 1.
         stored_bits: dtype of linear weights in the checkpoint, if it has scales for them.
-        wide_weights: paths of linear weights that are wider in such a checkpoint.
+        wide_weights: paths of linear weights that such a checkpoint stores in a wider dtype.
         kernels: kernels for attention and products, see ``pallas_kernels.choice``; not a property
             of the model.
         layout: placement on the mesh; not a property of the model.
@@ -91,7 +91,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """Checkpoint tensors that a parameter is made of.
+    """How a parameter is made from tensors of a checkpoint.
 
     Attributes:
         names: one tensor, or several that are stacked along a new first axis.

@@ -21,7 +21,7 @@ class Keys:
         self.prefix = prefix
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value; ``default`` if it is absent or null."""
+        """Return the value of ``key``; ``default`` if the key is absent or null."""
         value = self.values.get(key)
         return default if value is None else value
 
@@ -33,7 +33,7 @@ class Keys:
         return Keys(self.path, value, f"{self.prefix}{key}.")
 
     def size(self, key: str, default: int | None = None, null: int | None = None) -> int:
-        """Return a positive integer.
+        """Return the value of ``key``, which must be a positive integer.
 
         A null in the file counts as the argument ``null``; by default, it is refused.
         """
@@ -69,27 +69,27 @@ class Keys:
         return value
 
     def window(self, default: int | None) -> int | None:
-        """Return ``sliding_window``: a positive integer, or None for null."""
+        """Return the value of ``sliding_window``: a positive integer, or None for null."""
         if self.values.get("sliding_window", default) is None:
             return None
         return self.size("sliding_window", default)
 
     def number(self, key: str, default: float | None = None, null: float | None = None) -> float:
-        """Return a positive number; ``null`` as in ``size``."""
+        """Return the value of ``key``, a positive number; see ``size`` for ``null``."""
         value = self._required(key, default, null)
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise self.wrong(key, value, "a positive number")
         return float(value)
 
     def token(self, key: str, default: int | None = None) -> int | None:
-        """Return a token id, or None for null."""
+        """Return the token id under ``key``, or None for null."""
         tokens = self.tokens(key, [] if default is None else [default])
         if len(tokens) > 1:
             raise self.wrong(key, self.values[key], "one token id")
         return tokens[0] if tokens else None
 
     def tokens(self, key: str, default: Sequence[int] = ()) -> list[int]:
-        """Return token ids, given as one, a list, or not at all; null means none."""
+        """Return the token ids under ``key``: a list, or one id; null means none."""
         value = self.values.get(key, list(default))
         value = [] if value is None else value
         tokens = value if isinstance(value, list) else [value]
@@ -98,14 +98,14 @@ class Keys:
         return tokens
 
     def flag(self, key: str, default: bool) -> bool:
-        """Return true or false."""
+        """Return the value of ``key``, which must be true or false."""
         value = self.values.get(key, default)
         if type(value) is not bool:
             raise self.wrong(key, value, "true or false")
         return value
 
     def only(self, key: str, supported: Any, *alike: Any) -> None:
-        """Refuse any value except ``supported`` (the default) and those alike."""
+        """Refuse any value of ``key`` except ``supported``, the default, and those in ``alike``."""
         value = self.values.get(key, supported)
         if value != supported and value not in alike:
             raise self.wrong(key, value, f"{supported!r}: nothing else is implemented")

@@ -60,7 +60,7 @@ def own_scale(path: str, config: ModelConfig) -> str | None:
 
 
 def is_scale(path: str) -> bool:
-    """Tell whether a path is that of a scale."""
+    """Tell whether a path names a scale."""
     return path.rpartition(".")[2] in _NAMES
 
 
@@ -84,7 +84,7 @@ def weight(module: Any, name: str) -> Weight:
 
 
 def as_matrix(weight: Weight) -> Weight:
-    """Reshape a weight that has one output axis to one input axis."""
+    """Merge the input axes of a weight that has one output axis, so that it becomes a matrix."""
     if isinstance(weight, Scaled):
         return weight._replace(values=weight.values.reshape(-1, weight.values.shape[-1]))
     return weight.reshape(-1, weight.shape[-1])

@@ -1,4 +1,4 @@
-"""Places of a mixture's experts and tokens on a mesh during their products; needs no JAX."""
+"""Where a mesh has a mixture's experts and tokens while they are multiplied; needs no JAX."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ SPARE = 4.0
 
 @dataclass(frozen=True)
 class ExpertPlaces:
-    """Axes of a mesh by what they cut.
+    """Axes of a mesh, grouped by what they cut.
 
     Attributes:
         weights: axes that cut E, D and F.
@@ -35,11 +35,11 @@ class ExpertPlaces:
 
 
 def expert_places(layout: Layout, axes: Sequence[str]) -> ExpertPlaces:
-    """Return the places of a layout on a mesh with these axes.
+    """Return where a layout puts experts and their tokens on a mesh with these axes.
 
     The weights' places are those of the first layer's gate; weights that a layout places
     differently are moved there. Tokens are exchanged if ``ffn_inputs`` are cut over all axes that
-    experts are.
+    cut experts.
     """
     table = table_in_use("layers.0.mlp.gate_EDF", layout, axes)
     weights = {letter: named(table.get(letter, ()), axes) for letter in "EDF"}
@@ -53,9 +53,9 @@ def slots(tokens: float, devices: int, experts: int, per_token: int) -> float:
     """Return how many of a device's tokens it sends to each of ``devices`` in one round.
 
     A token is sent once to each device that holds one of its experts. A router without favourites
-    sends each device its share of tokens, and rarely more than ``SPARE`` deviations above it.
-    Otherwise rounds follow until all are sent; together they have slots for less than twice all
-    tokens.
+    sends each device its share of tokens, and rarely more than ``SPARE`` deviations above it. If a
+    router has favourites, more rounds follow until all tokens are sent; together, the rounds have
+    slots for less than twice all tokens.
     """
     elsewhere = experts - experts // devices
     share = 1 - math.comb(elsewhere, per_token) / math.comb(experts, per_token)

@@ -67,9 +67,9 @@ def experts_on_mesh(
 ) -> jax.Array:
     """Compute a mixture on a mesh whose devices each have a part of the weights: [T, D].
 
-    The part is whole experts, or some columns of all, applied to all tokens, with a sum over
-    devices. By ``expert_places``, experts may instead get only the tokens sent to them. Each device
-    routes its own tokens.
+    A device's part is whole experts, or some columns of all experts. It applies them to all tokens,
+    and the devices sum their results. Where ``expert_places`` says so, experts instead get only the
+    tokens sent to them. Each device routes its own tokens.
     """
     axes = jax.sharding.get_abstract_mesh().axis_names
     places = expert_places(layout, axes)
@@ -151,7 +151,7 @@ def exchange(
 
 
 def in_turn(goes_PT: jax.Array, J: int) -> jax.Array:
-    """Return the numbers of tokens that are sent, then T (none) up to whole rounds of J."""
+    """Return the indices of tokens sent to each device, padded with T up to whole rounds of J."""
     T = goes_PT.shape[1]
     order_PT = jnp.argsort(~goes_PT, 1, stable=True)
     order_PT = jnp.where(jnp.arange(T) < jnp.sum(goes_PT, 1)[:, None], order_PT, T)

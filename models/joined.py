@@ -89,7 +89,7 @@ def with_joined(
 
 
 def join_modules(model: nnx.Module, modules: Collection[str]) -> None:
-    """Replace three weights of a model's modules by one."""
+    """Replace the three weights of each of these modules by one joined weight."""
     for path, module in list(nnx.iter_graph(model)):
         if "".join(f"{part}." for part in path) in modules and isinstance(module, nnx.Module):
             for name, parts in PARTS.items():

@@ -34,7 +34,7 @@ ON_GPUS = ("generic", "ampere", "hopper")
 
 
 class PagedBatch(NamedTuple):
-    """Positions of the tokens of one step, and places of their KV entries. All int32.
+    """Positions of one step's tokens, and the places of their KV entries; all int32.
 
     The decodes come first, at most S and one per row of ``decode_table_SM``; then at most C prefill
     chunks; then padding.
@@ -105,7 +105,7 @@ def gated(
 ) -> jax.Array:
     """Return activation(x gate) * (x up) (Shazeer, 2020), in float32 [T, F].
 
-    ``kernels`` may have both products with SiLU in one pass.
+    ``kernels`` may compute both products and SiLU in one pass.
     """
     if isinstance(gate_DF, Scaled) or isinstance(up_DF, Scaled):
         if isinstance(gate_DF, Scaled) and isinstance(up_DF, Scaled) and alone():
@@ -127,7 +127,7 @@ def head(x_SD: jax.Array, head_VD: jax.Array, kernels: str) -> jax.Array:
 
 
 def alone() -> bool:
-    """Tell whether the computation is not on a mesh of several devices."""
+    """Tell whether the computation runs on one device, not on a mesh of several."""
     return jax.sharding.get_abstract_mesh().size <= 1
 
 

@@ -120,7 +120,7 @@ def _check_rule(rule: Rule, matched: set[str], held: set[str], names: list[str])
 def check_on_mesh(
     layout: Layout, mesh: Mapping[str, int], config: ModelConfig | ModelShape
 ) -> None:
-    """Check a layout of a padded model on a mesh with these sizes of its axes.
+    """Check a padded model's layout on a mesh whose axes have these sizes.
 
     Raises:
         JaxinferError: an axis has two tasks or does not divide what it cuts, or attention would
@@ -157,7 +157,7 @@ def check_pages(layout: Layout) -> None:
     """Check that KV is divided as in the pages of engines and modelled stages.
 
     Raises:
-        JaxinferError: it is cut by more than heads.
+        JaxinferError: KV is cut along another axis than heads.
     """
     for letter, what in (("S", "sequences"), ("C", "tokens")):
         if letter in layout.kv:
@@ -171,7 +171,7 @@ def check_divides(letter: str, name: str, size: int, pieces: int) -> None:
     """Check that an axis can be cut into this number of pieces.
 
     Raises:
-        JaxinferError: it cannot.
+        JaxinferError: the number of pieces does not divide the axis.
     """
     if size % pieces:
         raise JaxinferError(
@@ -183,7 +183,7 @@ def check_apart(name: str, table: Places, mesh: Mapping[str, int]) -> None:
     """Check that each axis of the mesh cuts at most one axis of an array.
 
     Raises:
-        JaxinferError: one cuts two.
+        JaxinferError: an axis of the mesh cuts two axes of the array.
     """
     users: dict[str, str] = {}
     for letter, place in table.items():

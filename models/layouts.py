@@ -60,7 +60,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Layout:
-    """Three tables, and the axes over which weights are gathered.
+    """Three tables of places, and the axes over which weights are gathered.
 
     Attributes:
         parameters: rules for parameters; the first one that matches a parameter's path applies.
@@ -237,7 +237,7 @@ PRICED: dict[str, Layout] = {
 
 
 def in_use(layout: Layout, axes: Sequence[str]) -> Layout:
-    """Return the layout with the names of this mesh's axes: each place a tuple of them."""
+    """Return the layout with each place written as a tuple of this mesh's axes."""
 
     def places(table: Places) -> dict[str, tuple[str, ...]]:
         return {letter: named(place, axes) for letter, place in table.items()}
@@ -285,12 +285,12 @@ def table_in_use(path: str, layout: Layout, axes: Sequence[str]) -> Places:
 
 
 def ways(place: Place, mesh: Mapping[str, int]) -> int:
-    """Return the number of pieces of an axis, on a mesh with these sizes of its axes."""
+    """Return into how many pieces a place cuts an axis, on a mesh whose axes have these sizes."""
     return math.prod(mesh[axis] for axis in named(place, list(mesh)))
 
 
 def most_ways(letters: str, layout: Layout, mesh: Mapping[str, int]) -> int:
-    """Return the least number divisible by all numbers of pieces of these logical axes."""
+    """Return the least common multiple of the numbers of pieces of these logical axes."""
     tables = [rule.axes for rule in layout.parameters]
     tables += [*layout.activations.values(), layout.kv]
     cuts = (ways(table[letter], mesh) for table in tables for letter in letters if letter in table)

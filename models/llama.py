@@ -93,7 +93,7 @@ class Attention(nnx.Module):
         return place(layout, "heads", q_TNH), keys, values
 
     def after(self, out_TNH: jax.Array) -> jax.Array:
-        """Return the addend [T, D] of the residual stream from the heads' results."""
+        """Return what the heads' results add to the residual stream, [T, D]."""
         # As a matrix product, because XLA:CPU would transpose a weight with two such axes in every
         # step.
         out_TNH = place(self.layout, "heads", out_TNH)

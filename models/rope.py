@@ -38,7 +38,7 @@ def plain(theta: float, head_dim: int) -> np.ndarray:
 def llama3(
     frequency: np.ndarray, factor: float, low: float, high: float, original: int
 ) -> np.ndarray:
-    """Apply Llama 3.1's rule: slow rotations are slowed by ``factor``, fast ones kept.
+    """Apply Llama 3.1's rule: slow rotations are slowed by ``factor``, and fast ones are kept.
 
     Rotations between the two limits are slowed in part.
 
@@ -62,7 +62,7 @@ def yarn(
     """
 
     def pair_with(rotations: float) -> float:
-        """Invert rotations = original * theta^(-2i / H) / 2 pi."""
+        """Return i, which solves rotations = original * theta^(-2i / H) / 2 pi."""
         return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     first = max(math.floor(pair_with(fast)), 0)
@@ -83,7 +83,7 @@ def rope_keys(keys: Keys, default_theta: float = 10000.0) -> Keys:
 
 
 def stretched(keys: Keys, max_positions: int) -> int:
-    """Return ``max_positions``, or YaRN's longer value; its recipes keep the original there."""
+    """Return ``max_positions``, or YaRN's longer value; some configs give the original there."""
     if keys.get("rope_type", keys.get("type")) != "yarn":
         return max_positions
     original = keys.size("original_max_position_embeddings", max_positions)

@@ -35,7 +35,7 @@ def spec(letters: str, table: Places, axes: Sequence[str]) -> PartitionSpec:
 
 
 def shard(path: str, shape: Sequence[int], mesh: Mesh, layout: Layout) -> NamedSharding:
-    """Shard by the first rule that matches; without a match, the parameter is replicated.
+    """Return a parameter's sharding by the first rule that matches; replicated if none does.
 
     Raises:
         JaxinferError: a rule puts two axes of the parameter on one axis of the mesh, or the devices
@@ -60,7 +60,7 @@ def for_use(path: str, weight: jax.Array, layout: Layout) -> jax.Array:
 
 
 def place(layout: Layout, name: str, x: jax.Array) -> jax.Array:
-    """Place an activation by the layout's table; unchanged if the table lacks its name."""
+    """Place an activation by the layout's table; if its name is missing, leave it unchanged."""
     mesh, table = jax.sharding.get_abstract_mesh(), layout.activations.get(name)
     if table is None or mesh.size <= 1:
         return x
@@ -74,7 +74,7 @@ def pages_sharding(mesh: Mesh, layout: Layout) -> NamedSharding:
 
 
 def padded(config: ModelConfig, mesh: Mapping[str, int], layout: Layout) -> ModelConfig:
-    """Pad KV groups and feed-forward columns to multiples of the numbers of their pieces.
+    """Pad KV groups and feed-forward columns so that the mesh divides them evenly.
 
     Padding has zero weights on both sides, so that it adds nothing to any sum.
     """

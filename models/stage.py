@@ -34,7 +34,7 @@ class Layers:
         return self.stop == self.total
 
     def overlaps(self, other: "Layers") -> bool:
-        """Tell whether both have a common layer."""
+        """Tell whether both ranges contain a common layer."""
         return max(self.start, other.start) < min(self.stop, other.stop)
 
     def path(self, name: str) -> str:
@@ -46,9 +46,9 @@ class Layers:
         return _shift(path, -self.start)
 
     def pieces(self, count: int) -> list["Layers"]:
-        """Return ``count`` ranges of layers.
+        """Divide the layers into ``count`` ranges.
 
-        If it does not divide, the first ones have one more.
+        If they do not divide evenly, the first ranges have one layer more.
         """
         size, more = divmod(self.stop - self.start, count)
         edges = [self.start + i * size + min(i, more) for i in range(count + 1)]

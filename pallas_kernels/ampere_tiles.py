@@ -29,12 +29,12 @@ class Lie(NamedTuple):
 
     @property
     def of_rows(self) -> Any:
-        """Return the register layout of one number per row of the sums."""
+        """The register layout for an array with one number per row of the sums."""
         return self.sums.reduce(1)
 
 
 class OnGpu:
-    """Operations on a GPU.
+    """The operations that kernels use on a GPU.
 
     Args:
         dtype: dtype of the operands of products.
@@ -80,7 +80,7 @@ class OnGpu:
         return found
 
     def full(self, shape: tuple[int, ...], value: float) -> jax.Array:
-        """Return equal float32 numbers: sums [rows, columns], or one for each row."""
+        """Return float32 filled with ``value``: sums [rows, columns], or one number per row."""
         layout = self.lie.sums if len(shape) == 2 else self.lie.of_rows
         found: jax.Array = plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
         return found
@@ -116,11 +116,11 @@ class Interpreted(OnGpu):
         return sums + jnp.dot(left, right, preferred_element_type=jnp.float32)
 
     def full(self, shape: tuple[int, ...], value: float) -> jax.Array:
-        """Return equal numbers without a layout."""
+        """Return an array filled with ``value``, without a layout."""
         return jnp.full(shape, value, jnp.float32)
 
     def iota(self, shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
-        """Return numbers along an axis without a layout."""
+        """Return the indices along an axis, without a layout."""
         return lax.broadcasted_iota(jnp.int32, shape, axis)
 
 

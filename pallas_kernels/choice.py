@@ -36,7 +36,7 @@ class AttentionKernels(NamedTuple):
 
 
 def attention(kernels: str) -> AttentionKernels:
-    """Return the functions of these kernels."""
+    """Return the attention functions of these kernels."""
     if kernels == "plain":
         return AttentionKernels(
             reference.decode_attention, reference.chunk_attention, kv_pages.write_kv
@@ -76,7 +76,7 @@ class Products(NamedTuple):
 
 
 def products(kernels: str, dtype: jnp.dtype) -> Products | None:
-    """Return these kernels' products for weights of this dtype; None for XLA's own."""
+    """Return these kernels' products for weights of this dtype; None to use XLA's own."""
     if kernels != "numba" or dtype not in (jnp.float32, jnp.bfloat16):
         return None
     from jaxinfer.pallas_kernels import numba_logits, numba_matmul
@@ -92,7 +92,7 @@ class ScaledProducts(NamedTuple):
 
 
 def scaled_products(kernels: str, dtype: jnp.dtype) -> ScaledProducts | None:
-    """Return these kernels' products for weights of this dtype; None for XLA's own."""
+    """Return these kernels' products for weights of this dtype; None to use XLA's own."""
     if kernels != "numba":
         return None
     from jaxinfer.pallas_kernels import numba_matmul
@@ -104,8 +104,8 @@ class Grouped(NamedTuple):
     """Products of rows with the weights of their experts; see ``numba_grouped``.
 
     Attributes:
-        rounds: whether rows, and perhaps the result of ``gated``, are rounded to the weights'
-            dtype.
+        rounds: whether these functions round rows, and perhaps the result of ``gated``, to the
+            weights' dtype.
     """
 
     matmul: Callable[..., jax.Array]

@@ -33,7 +33,7 @@ class Tiles(NamedTuple):
 def chunk_tiles(
     start_C: jax.Array, size_C: jax.Array, row_C: jax.Array, T: int, tokens: int
 ) -> Tiles:
-    """Return tiles of ``tokens`` with all chunks' rows; a chunk's last tile may have fewer.
+    """Cut all chunks' rows into tiles of ``tokens``; a chunk's last tile may have fewer.
 
     Tiles with the longest contexts come first: a GPU starts programs in order, and the last ones
     should end soon.
@@ -75,7 +75,7 @@ def whole(x: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
 
 
 def product_dtype(kv: KVPages) -> jnp.dtype:
-    """Return the dtype of products."""
+    """Return the dtype in which a GPU multiplies queries by keys, and weights by values."""
     return kv.keys.dtype if kv.keys.dtype.itemsize > 1 else jnp.dtype("bfloat16")
 
 

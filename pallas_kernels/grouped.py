@@ -47,7 +47,7 @@ class RowTiles(NamedTuple):
 
 
 def row_tiles(count_E: jax.Array, R: int, rows: int) -> RowTiles:
-    """Return tiles of at most ``rows`` with all experts' rows, padded to multiples of ``TOGETHER``.
+    """Cut experts' rows into tiles of at most ``rows``; pad the tiles to multiples of ``TOGETHER``.
 
     Args:
         R: number of rows, which bounds the sum over experts.

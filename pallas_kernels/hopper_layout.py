@@ -42,7 +42,7 @@ class QueryLayout(NamedTuple):
     """Places of queries and results: Y tokens, where each chunk begins at a unit.
 
     Attributes:
-        begin_C: begin of each chunk.
+        begin_C: where each chunk begins.
         token_Y: token at each place; any token for padding.
         place_T: place of each token; -1 for a row without a chunk.
     """

@@ -56,7 +56,7 @@ class Weighed(NamedTuple):
 
 
 def start(head_dim: int) -> Softmax:
-    """Return a softmax over nothing."""
+    """Return the state of a softmax that has not seen any scores."""
     of_rows = plgpu.Layout.WGMMA.reduce(1)
     return Softmax(
         plgpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA),
@@ -66,7 +66,7 @@ def start(head_dim: int) -> Softmax:
 
 
 def weigh(so_far: Softmax, score_RJ: jax.Array, scales: tuple[Any, Any] = (None, None)) -> Weighed:
-    """Weigh new scores.
+    """Weigh a tile's new scores, and update the statistics of the softmax.
 
     Args:
         scales: factors for the scores, and for the weights after they are summed.
@@ -278,8 +278,8 @@ def widen(x_JH: Ref, wide_JH: Ref, count: jax.Array | None = None) -> None:
     """Widen a tile's entries of 8 bits to 16.
 
     Args:
-        count: tokens from here on have weights of 0, but may be NaN, unless they are integers: they
-            become zeros.
+        count: tokens from here on become zeros, unless entries are integers: their weights are 0,
+            but the entries may be NaN.
     """
     J, H = x_JH.shape
     is_integer = x_JH.dtype == jnp.int8

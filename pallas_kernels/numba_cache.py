@@ -47,7 +47,7 @@ class Code(NamedTuple):
 def compiled(
     name: str, signature: Any, function: Callable[..., Any], reassociates: bool = False
 ) -> Code:
-    """Return a function as C code, from the cache, or else compiled and stored.
+    """Load a function's C code from the cache, or else compile the function and store its code.
 
     Args:
         name: must differ between all functions of the same sources.

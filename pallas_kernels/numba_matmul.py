@@ -240,7 +240,7 @@ def _matmul(sizes: MatmulSizes) -> NativeCode:
 
 
 def call(target: NativeCode, shape: tuple[int, int], scratch: int, *args: jax.Array) -> jax.Array:
-    """A kernel's result of this shape, with ``scratch`` numbers for each thread."""
+    """Call a kernel; return its result of this shape. Each thread gets ``scratch`` numbers."""
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in (shape, (threads(), scratch))]
     out, _ = jax.ffi.ffi_call(target.name, shapes)(*args)
     return out

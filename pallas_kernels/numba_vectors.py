@@ -56,9 +56,9 @@ class TileSizes(NamedTuple):
 
 @functools.cache
 def tiles() -> TileSizes:
-    """Return tile sizes for 32 registers of 16 floats, or 16 of 8.
+    """Return tile sizes for 32 registers of 16 floats, or for 16 registers of 8.
 
-    A panel is half a second cache.
+    A panel fills half of a core's second-level cache.
     """
     if has("avx512f"):
         return TileSizes(16, 24, 8, 8, 8, 6, (6, 3, 2, 1), 2**17, 3, ((64, 2**23),))

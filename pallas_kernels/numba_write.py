@@ -66,7 +66,7 @@ def _register(bits: int) -> NativeCode:
 def write_kv(
     kv: KVPages, k_TKH: jax.Array, v_TKH: jax.Array, page_T: jax.Array, offset_T: jax.Array
 ) -> KVPages:
-    """Write as ``kv_pages.write_kv``, float32 or bfloat16, in place if nothing else reads it.
+    """Write float32 or bfloat16 as ``kv_pages.write_kv`` does, in place if nothing else reads them.
 
     Padding may mix entries of several tokens in one place of page 0.
     """

@@ -62,9 +62,7 @@ class NativeCode(NamedTuple):
 
 
 def compiled_once(make: Callable[[S], NativeCode]) -> Callable[[S], NativeCode]:
-    """Return a function that compiles a kernel of given sizes once, even if several
-    threads trace.
-    """
+    """Return a function that compiles a kernel once per size, even if several threads trace."""
     lock, kept = threading.Lock(), functools.cache(make)
 
     def target(sizes: S) -> NativeCode:
@@ -160,7 +158,7 @@ def _call(typingctx: Any, function: Any, arguments: Any) -> Any:
 
 @nb.njit
 def words(address: int) -> Any:
-    """Return the words from an address on."""
+    """Return the memory from an address on, as an array of 8-byte words."""
     return nb.carray(pointer(address, np.int64(0)), 1 << 40)
 
 
@@ -184,7 +182,7 @@ def take(shared: int) -> int:
 
 @nb.njit
 def take_after(shared: int) -> int:
-    """Mark a unit as done, and take the next one."""
+    """Mark a unit as done, and claim the next one."""
     _fetch_add(shared + 8 * DONE, 1)
     return take(shared)
 
@@ -337,7 +335,7 @@ def register_target(
     scratch: int = 1,
     reassociates: bool = False,
 ) -> "NativeCode":
-    """Register a kernel with XLA; its buffers are given by the addresses of their lists.
+    """Register a kernel with XLA, which passes it the addresses of the lists of its buffers.
 
     Args:
         name: identifies everything that ``work`` was made with.

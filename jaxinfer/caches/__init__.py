@@ -1,1 +1,1 @@
-"""Orders in which prefix caches evict pages, for both worlds; needs neither JAX nor numpy."""
+"""Orders in which prefix caches evict pages, in real and simulated runs; needs no JAX or numpy."""

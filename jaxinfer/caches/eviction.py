@@ -40,10 +40,10 @@ class Eviction(Options):
 
 
 class ByNextUse(OrderedDict[CachedPage, None]):
-    """Idle pages; the page whose next use is farthest away goes first (Belady's rule).
+    """Holds idle pages, and evicts first the page whose next use is farthest away (Belady's rule).
 
-    Of pages with the same next use, the one that became idle first goes first: pages of a prompt
-    become idle from its end on.
+    Of pages with the same next use, the one that became idle first is evicted first. The pages of a
+    prompt become idle in order, its last page first.
 
     Args:
         next_use: returns the negative time and number of the next use of a digest.
@@ -88,11 +88,11 @@ class ByNextUse(OrderedDict[CachedPage, None]):
 
 
 class PinnedLast:
-    """Idle pages; the least recently used goes first, and pages of pinned sessions go last.
+    """Holds idle pages; evicts the least recently used first, but pages of pinned sessions last.
 
     Args:
-        limit: largest number of pinned pages; a page of several sessions counts for each. The
-            sessions that ended a turn last are pinned.
+        limit: largest number of pinned pages; a page that several sessions use counts once for
+            each. The sessions that ended a turn last are pinned.
         others: the other idle pages.
     """
 
@@ -126,7 +126,7 @@ class PinnedLast:
         del (self._idle if page in self._pins else self._others)[page]
 
     def popitem(self, last: bool = False) -> tuple[CachedPage, None]:
-        """Remove and return a page that is not pinned or, without any, one that is."""
+        """Remove and return a page that is not pinned, or a pinned one if all pages are pinned."""
         return (self._others if len(self._others) else self._idle).popitem(last=False)
 
     def __iter__(self) -> Iterator[CachedPage]:
@@ -140,7 +140,7 @@ class PinnedLast:
 def idle_pages(
     options: Eviction, page_size: int, instance: str, uses: LaterUses | None
 ) -> Callable[[], IdlePages]:
-    """Return a function that makes the container of an instance's idle pages, by its options."""
+    """Return a function that makes the container for an instance's idle pages, by its options."""
 
     def plain() -> IdlePages:
         if options.order == "lru":

@@ -40,7 +40,7 @@ class LaterUses:
                 each.sort()
 
     def ended(self, request: RequestState) -> None:
-        """Forget the uses of a request."""
+        """Forget the page uses of a request that has ended."""
         for size, uses in self._uses.items():
             for digest in _digests(request, size):
                 here = uses.get(digest, [])

@@ -45,7 +45,7 @@ DEMO_MODELS = {
 
 
 def open_checkpoint(model: str, load_format: str = "auto") -> Checkpoint:
-    """Open ``model``.
+    """Open a model's checkpoint.
 
     Args:
         model: a demo name, a ``.gguf`` file, a converted folder, a Hugging Face folder with

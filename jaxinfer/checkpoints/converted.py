@@ -159,7 +159,7 @@ def _write_arrays(folder: Path, parameters: Mapping[str, np.ndarray]) -> None:
 
 
 def restore(folder: Path, wanted: Mapping[str, "jax.ShapeDtypeStruct"]) -> dict[str, "jax.Array"]:
-    """Read each device's shards straight to the device.
+    """Read parameters; each device gets only its shards, straight from the disk.
 
     Args:
         wanted: shapes, dtypes and shardings by path; if a shape is larger than the stored one, the

@@ -28,11 +28,11 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Generation:
-    """Defaults of sampling options that are not given.
+    """Default sampling options, for those that a request leaves out.
 
     Attributes:
         defaults: default values by field name of ``SamplingParams``.
-        most_tokens: largest number of output tokens of a batch's line.
+        most_tokens: limit on the output tokens of each line of a batch.
         eos_token_ids: tokens that end a text, in addition to the model's own.
     """
 
@@ -41,11 +41,11 @@ class Generation:
     eos_token_ids: tuple[int, ...] = ()
 
     def params(self) -> SamplingParams:
-        """Return the parameters of a call that gives none."""
+        """Return the sampling parameters for a call that gives none."""
         return SamplingParams(**self.defaults)
 
     def complete(self, given: SamplingParams) -> SamplingParams:
-        """Complete the parameters of a line with the defaults.
+        """Fill in the options that a line of a batch leaves out.
 
         Raises:
             JaxinferError: a default is incompatible with a given value.
@@ -58,7 +58,7 @@ class Generation:
 
 
 def read_generation(checkpoint: Checkpoint, choice: str) -> Generation:
-    """Read the defaults that ``choice`` names.
+    """Read the default sampling options that ``choice`` names.
 
     Args:
         choice: ``auto``: the model's own; ``vllm``: none; or a folder with the file. Its

@@ -59,7 +59,7 @@ def check_keys(keys: Keys, kind: str) -> None:
     """Refuse keys that ask for a variant of the architecture ``kind`` that is not implemented.
 
     Raises:
-        JaxinferError: such a key, or an unknown one, which might ask for it.
+        JaxinferError: a key asks for such a variant, or is unknown and might ask for one.
     """
     known = _READ | _HARMLESS | _READ_OF.get(kind, set())
     for key, value in keys.values.items():
@@ -74,7 +74,7 @@ def check_keys(keys: Keys, kind: str) -> None:
 
 @dataclass(frozen=True)
 class Rotation:
-    """The rotation of positions given by a file's keys.
+    """The rotary positions that a GGUF file's keys describe.
 
     Attributes:
         rope: rotary positions of layers with full attention.
@@ -86,7 +86,7 @@ class Rotation:
 
 
 def read_rotation(keys: Keys, kind: str, head_dim: int, divisors: np.ndarray) -> Rotation:
-    """Return the rotation given by ``rope.*``; an absent key has llama.cpp's default.
+    """Read the keys ``rope.*``; an absent key has llama.cpp's default.
 
     Args:
         divisors: divisors of the frequencies, [H / 2] or one, as in Llama 3.1's files.

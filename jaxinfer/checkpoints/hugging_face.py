@@ -49,7 +49,7 @@ def open_folder(path: Path, name: str, weights: bool = True) -> Checkpoint:
 
 
 def read_folder_config(folder: Path) -> ModelConfig:
-    """Translate ``config.json``; EOS tokens of ``generation_config.json`` are added.
+    """Read the config in ``config.json``, and add the EOS tokens of ``generation_config.json``.
 
     Both transformers 4's and 5's spellings are read; see ``config_readers``.
 

@@ -91,7 +91,7 @@ def check_tensors(checkpoint: Checkpoint, specs: Mapping[str, WeightSpec]) -> No
     """Check that the checkpoint has exactly the tensors of the model's parameters.
 
     Raises:
-        JaxinferError: it names missing and superfluous tensors, and those with another shape.
+        JaxinferError: tensors are missing, superfluous or of another shape; the message names them.
     """
     problems = _key_problems(checkpoint, specs)
     if problems:
@@ -119,7 +119,8 @@ def read_tensors(
     """Return the tensors of a parameter, as stored in the checkpoint.
 
     Args:
-        blocks_from: number of elements from which on a tensor's blocks are read, if it has any.
+        blocks_from: number of elements from which on a tensor's blocks are read instead of its
+            values, if it has any.
     """
     found = []
     for name in spec.tensors:

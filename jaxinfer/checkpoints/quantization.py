@@ -1,4 +1,4 @@
-"""Stored formats of linear weights by ``quantization_config``, and the layers that it excludes.
+"""Reads ``quantization_config``: the stored format of linear weights, and the layers it excludes.
 
 Supported formats are those of compressed-tensors and ``fp8``, with one scale for each output
 channel or one for all. Everything else is refused by name, and so is an unknown key, since it may

@@ -31,7 +31,7 @@ def scale_name(name: str) -> str:
 def bit_problems(
     tensors: Mapping[str, Stored], specs: Mapping[str, WeightSpec], config: ModelConfig
 ) -> list[str]:
-    """Describe weights of 8 bits without scales, and weights that are wider."""
+    """Return a message for each weight whose stored type or scales are not those of the config."""
     problems, stored = [], config.stored_bits
     for path, spec in specs.items():
         is_narrow = stored and scale_path(path) and path not in config.wide_weights

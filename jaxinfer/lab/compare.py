@@ -26,7 +26,7 @@ def _refuse_missing(paths: Sequence[Path]) -> None:
 def load_systems(
     run_files: Sequence[str], systems: Sequence[str], settings: Sequence[str] = ()
 ) -> dict[str, RunFile]:
-    """Load the run files to compare, by file name; all get the workload of the first one.
+    """Load the run files to compare, by file name; all of them get the workload of the first one.
 
     If ``settings`` replace a file's system, the new system's name is used instead.
 
@@ -118,10 +118,10 @@ def compare_systems(
     progress: bool = True,
     one_by_one: bool = False,
 ) -> dict[str, list[RunRecord]]:
-    """Run each system on the same work, in turn.
+    """Run each system on the same requests, in turn.
 
     Args:
-        configs: run files by name of the system; the work comes from the first one's workload.
+        configs: run files by name of the system; ``work`` is the first one's workload.
         folder: gets ``runs/NAME/N`` with each run's files.
         one_by_one: run all rounds of a system before the next one is loaded, so that only one is in
             memory. Otherwise all are loaded at once, and rounds interleave.
@@ -156,7 +156,7 @@ def compare_systems(
 def simulate_systems(
     configs: Mapping[str, RunFile], work: Sequence[BenchRequest], folder: str | Path
 ) -> dict[str, list[RunRecord]]:
-    """Simulate each system once on the same work.
+    """Simulate each system once on the same requests.
 
     Args:
         configs: see ``compare_systems``; their groups name GPUs.

@@ -37,7 +37,7 @@ def measure(
     """Run a workload and measure it; EOS is ignored, and the prefix cache is empty at the start.
 
     Args:
-        source: file that the work comes from, for errors.
+        source: file that ``work`` comes from, for errors.
         on_step: called with each step when it ends.
         sampling: parameters of all requests; lengths come from ``work``.
         on_output: called with each answer.

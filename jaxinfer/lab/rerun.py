@@ -40,7 +40,7 @@ _OF_THE_HOST = ("loop_s", "launching_s", "peak_rss_mib")
 
 @dataclass(frozen=True)
 class Recorded:
-    """A finished run that can be repeated.
+    """The record of a finished run, from which the run can be repeated.
 
     Attributes:
         folder: folder with ``run.json``.
@@ -73,10 +73,11 @@ class Recorded:
         return "simulate" in self.run
 
     def config(self) -> RunFile:
-        """Return the resolved run file.
+        """Return the run file with all settings resolved.
 
         Raises:
-            JaxinferError: this version does not accept it, or a file that it names has changed.
+            JaxinferError: this version does not accept the run file, or a file that it names has
+                changed.
         """
         for name, sha256 in self.run["files"].items():
             path = recorded_path(name)
@@ -92,7 +93,7 @@ class Recorded:
             raise JaxinferError(f"{self.folder / 'run.json'}: run_file: {error}") from None
 
     def work(self, config: RunFile) -> list[BenchRequest]:
-        """Return the requests.
+        """Return the requests of the run.
 
         Raises:
             JaxinferError: the run had other requests.
@@ -112,7 +113,7 @@ class Recorded:
 
 @contextmanager
 def where_it_ran(run: Mapping[str, Any]) -> Iterator[None]:
-    """Change to the folder in which a run was started, if it still exists."""
+    """Change to the folder in which a run was started, if the folder still exists."""
     here, there = os.getcwd(), str(run.get("folder"))
     if not os.path.isdir(there):
         yield
@@ -131,10 +132,10 @@ def simulate_again(folder: Path, out: Path) -> None:
 
     Args:
         folder: folder of a run, of ``simulate --out`` or of ``compare --simulate``.
-        out: a new folder; gets the same files.
+        out: new folder, which gets the same files.
 
     Raises:
-        JaxinferError: see ``Recorded``; or a run of a comparison was a real one.
+        JaxinferError: see ``Recorded``; or the comparison contains a real run.
     """
     if (folder / "run.json").exists() or not (folder / "compare.json").exists():
         _simulate(Recorded.read(folder), out)
@@ -164,7 +165,7 @@ def _simulate(recorded: Recorded, out: Path) -> None:
 
 
 def same_tokens(before: Path, after: Path) -> tuple[int, int] | None:
-    """Return the number of answers with the same tokens in two real runs, and of all answers.
+    """Return how many answers have the same tokens in two real runs, and how many there are.
 
     Returns:
         None if the first run, from an older version, did not record its tokens.

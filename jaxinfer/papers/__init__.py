@@ -1,1 +1,1 @@
-"""Papers: each folder has a paper's system, its planner if it has one, and their parts."""
+"""Papers: each folder has a paper's system, its planner if there is one, and their parts."""

@@ -51,7 +51,7 @@ class Engine:
         attention: fitted attention times of each shard, if profiled.
         dense: for each stage, the time of a layer without attention; empty if steps are never
             computed as two halves.
-        uses: uses of pages that are known beforehand, if an instance evicts by them.
+        uses: page uses that are known beforehand, if an instance evicts pages by their next use.
     """
 
     name: str
@@ -65,12 +65,12 @@ class Engine:
 
     @property
     def plan(self) -> StageFacts:
-        """Plan of the first stage; facts of the whole instance are the same in all plans."""
+        """Plan of the first stage; facts about the whole instance are the same in all plans."""
         return self.plans[0]
 
     @property
     def stages(self) -> list[Stage | RemoteStage]:
-        """Stages, one per plan."""
+        """Stages of the instance, one per plan."""
         return [*self.worker.stages]
 
     def new_kv(self) -> KVShards:
@@ -100,7 +100,7 @@ class Engine:
         return KVShards(shards, options.enable_prefix_caching, new_idle=idle)
 
     def new_instance(self, kv: KVShards, fit: StepFit | None = None) -> Instance:
-        """Return the scheduler's instance of the engine."""
+        """Return a new ``Instance``, which stands for this engine in the scheduler."""
         options = instance_options(self.plan.options, len(self.worker.parts))
         policies = make_policies(self.plan.options.policies)
         instance = Instance(self.name, kv, options, policies, self.role, fit)
@@ -132,10 +132,11 @@ class Cluster:
 
     @property
     def read_ahead(self) -> float:
-        """Number of unfinished requests up to which a run reads more: twice what instances can run.
+        """Number of unfinished requests below which a run reads more requests.
 
-        A few are added so that small instances do not wait for each request. All are read if pages
-        are evicted by their next use.
+        It is twice the number that instances can run at a time, and a few more, so that small
+        instances do not wait for each request. All requests are read if pages are evicted by their
+        next use.
         """
         if self.uses:
             return math.inf
@@ -149,7 +150,7 @@ class Cluster:
 
     @property
     def cached_page_size(self) -> int | None:
-        """Largest page size shared through a prefix cache, or None."""
+        """Largest page size of the instances with a prefix cache; None if none has one."""
         plans = [engine.plan for engine in self.engines.values()]
         sizes = [p.limits.page_size for p in plans if p.options.enable_prefix_caching]
         return max(sizes, default=None)
@@ -159,12 +160,12 @@ class Cluster:
         return [self.config.groups[group].slowdown for group in self.engines[name].groups]
 
     def is_emulated(self, name: str) -> bool:
-        """Tell whether groups of an instance emulate slower devices."""
+        """Tell whether any group of an instance emulates slower devices."""
         of_it = *self.engines[name].groups, *self.config.instances[name].ffn_groups
         return any(self.config.groups[group].slowdown > 1 for group in of_it)
 
     def take_overruns(self) -> dict[str, list[float]]:
-        """Return the seconds by which steps were late since the last call, by emulated instance."""
+        """Return by how many seconds steps were late since the last call, per emulated instance."""
         found = {}
         for name, engine in self.engines.items():
             emulated = [stage for stage in engine.stages if stage.emulate or stage.overruns]
@@ -176,7 +177,7 @@ class Cluster:
 
     @property
     def transports(self) -> dict[str, str]:
-        """How KV is sent between processes, by ``"source -> destination"``."""
+        """Transport of KV between each two processes, by ``"source -> destination"``."""
         return {
             " -> ".join(pair): "; ".join(
                 [channel.transport, *(f"not {name}: {why}" for name, why in channel.failed.items())]

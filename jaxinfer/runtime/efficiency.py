@@ -9,10 +9,10 @@ from jaxinfer.runtime.stage.stage_plan import StageFacts
 
 
 def real_efficiency(plans: Sequence[StageFacts]) -> Efficiency:
-    """Return FLOPs and power of all stages' GPUs, if ``configs/gpus.yaml`` has all of them.
+    """Return peak FLOPs and power of all stages' GPUs, if ``configs/gpus.yaml`` has all of them.
 
-    The peak is that of 16-bit floats: there is no MFU for other formats. There is also none for
-    models with windows, which see less than is counted, or with padded heads.
+    The peak is that of 16-bit floats: there is no MFU for other formats. There is no MFU either for
+    models with windows, whose tokens see fewer entries than are counted, or with padded heads.
     """
     ffns = [plan.ffn for plan in plans if plan.ffn]
     every = [device for plan in (*plans, *ffns) for device in plan.devices]

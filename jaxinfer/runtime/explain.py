@@ -25,7 +25,7 @@ _ARRAY = re.compile(r"(pred|[a-z]+)(\d*)\[([\d,]*)\]")
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters that differ only in their layer; sizes in bytes are those of all together."""
+    """Parameters that differ only in their layer; ``*_bytes`` count all of them together."""
 
     path: str
     count: int
@@ -42,8 +42,8 @@ class StepCost:
 
     Attributes:
         temporary_bytes: bytes of activations, per device.
-        collectives: kind -> (number, bytes of their results per device); collectives in a loop
-            count once.
+        collectives: kind -> (number, bytes of their results per device); a collective in a loop
+            counts once.
         compile_s: seconds to compile; short if the persistent cache has the step.
     """
 
@@ -104,7 +104,7 @@ def _cost(step: CompiledStep, shape: StepShape) -> StepCost:
 
 
 def collectives(hlo: str) -> dict[str, tuple[int, int]]:
-    """Return kind -> (number, bytes of results) of the collectives in a compiled module's text."""
+    """Count the collectives in a compiled module's text: kind -> (number, bytes of results)."""
     count: Counter[str] = Counter()
     size: Counter[str] = Counter()
     for result, kind in _COLLECTIVE.findall(hlo):
@@ -128,5 +128,5 @@ def longest_request(plan: StagePlan) -> int:
 
 
 def weight_bytes_per_device(plan: StagePlan) -> int:
-    """Return the bytes of parameters on one device, without other uses of its memory."""
+    """Return the bytes that parameters take on one device, without other uses of its memory."""
     return sum(map(shard_bytes, plan.parameters.values()))

@@ -16,14 +16,14 @@ from jaxinfer.runtime.stage.stage_plan import StagePlan
 
 
 def plan_tables(plan: StagePlan, costs: list[StepCost]) -> Iterator[Table]:
-    """Yield tables of parameters, memory and the costs of steps."""
+    """Yield tables of a plan's parameters, memory and step costs."""
     yield _parameters(plan)
     yield _memory(plan)
     yield _steps(plan, costs)
 
 
 def plan_figures(plan: StagePlan, costs: list[StepCost]) -> dict[str, Any]:
-    """The numbers of ``plan_tables``; sizes in bytes."""
+    """Return the numbers in ``plan_tables``; sizes are in bytes."""
     limits = plan.limits
     return {
         "layers": [plan.layers.start, plan.layers.stop - 1],
@@ -117,7 +117,7 @@ def _steps(plan: StagePlan, costs: list[StepCost]) -> Table:
 
 
 def layouts_table(records: list[dict[str, Any]]) -> Table:
-    """Return a table of the records from ``measure.compare_layouts``."""
+    """Return a table of the records that ``measure.compare_layouts`` returns."""
     table = _table(
         "Layouts on one workload: medians",
         "layout",

@@ -12,7 +12,7 @@ ALL: tuple[Sequence[int], bool] = (), False
 
 
 class LossEvents:
-    """Creates the events for losses and returns, and records the outcomes.
+    """Makes the events that tell a run of lost and returned instances, and records the outcomes.
 
     Args:
         restarts: restarts lost processes; None if none is restarted.
@@ -42,7 +42,7 @@ class LossEvents:
             self._without = {name: (restarts.goes_without(name)[0], False) for name in names}
 
     def listen(self, hear: Callable[[Restarted | Failed], object]) -> None:
-        """Call ``hear`` on news; see ``Restarts.listen``."""
+        """Call ``hear`` whenever there is news of a restart; see ``Restarts.listen``."""
         if self._restarts:
             self._restarts.listen(hear)
 
@@ -70,7 +70,7 @@ class LossEvents:
         """Return the events that follow from restarting a group's process.
 
         Raises:
-            OnlyInstanceLost: it cannot be started.
+            OnlyInstanceLost: the only instance is lost, and its process cannot be started.
         """
         assert self._restarts
         if outcome := self._restarts.take(group):

@@ -12,13 +12,14 @@ class Continuations:
     """The requests of one run, grouped by the user's request that they belong to.
 
     With prefix caching, the other continuations wait until the first has computed a prompt of at
-    least one full page. They then go to the head of the queue, before its pages are evicted.
+    least one full page. They then go to the head of the queue, before the prompt's pages are
+    evicted.
 
     Args:
         requests: requests from ``LLM.make_requests``; all continuations of one prompt follow one
             another. A sequence is read at once, an iterator as there is room.
         page_size: page size of the prefix cache, or None without one.
-        most: number of unfinished requests from which on there is no room for more.
+        most: number of unfinished requests at which there is no room for more.
 
     Attributes:
         more_to_come: whether ``requests`` may have some that have not been read.
@@ -87,7 +88,7 @@ class Continuations:
         return self.held_back.pop(sampling_of(request).parent, [])
 
     def done_with(self, request: RequestState) -> list[RequestState] | None:
-        """Return all continuations of the prompt, if this finished one was the last."""
+        """Return all continuations of a prompt if this finished one was the last, else None."""
         self._num_unfinished -= 1
         parent = sampling_of(request).parent
         if all(sibling.finish_reason for sibling in self._unfinished[parent]):

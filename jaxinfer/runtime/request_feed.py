@@ -38,7 +38,7 @@ class RequestFeed:
         self._releases: Releases[RequestState] = Releases()
 
     def read(self, progress: Progress, at_least_one: bool = False) -> list[RequestState]:
-        """Read more requests if there is room, without those that wait for others.
+        """Read more requests if there is room, and return those that wait for no others.
 
         If the requests need a new sampler, it is compiled first; all later steps use it.
 
@@ -66,7 +66,7 @@ class RequestFeed:
         return ready
 
     def due(self, now: float) -> list[RequestState]:
-        """Return the requests that no longer wait for others to end.
+        """Return the requests whose wait for others to end is over.
 
         Args:
             now: seconds on the world's clock.
@@ -74,7 +74,7 @@ class RequestFeed:
         return self._come(self._releases.due(), now)
 
     def one_ended(self, request: RequestState, now: float) -> list[RequestState]:
-        """Count a prompt whose continuations have all ended; return requests that waited for it.
+        """Record that all continuations of a prompt have ended; return requests that waited for it.
 
         Args:
             request: the continuation that ended last.

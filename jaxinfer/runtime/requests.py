@@ -21,8 +21,9 @@ class RequestMaker:
     """Makes requests for one model.
 
     Attributes:
-        max_model_len: largest number of prompt and output tokens on each of its instances.
-        seed: seed for sampling parameters without one.
+        max_model_len: largest number of prompt and output tokens that each of the model's instances
+            allows.
+        seed: seed for sampling parameters that give none.
     """
 
     tokenizer: Tokenizer
@@ -122,6 +123,6 @@ class AskedPrompts:
             yield from requests
 
     def answered(self, output: RequestOutput) -> RequestOutput:
-        """Add its prompt and index to an output."""
+        """Return an output with its prompt and index added."""
         output.prompt_index, output.prompt = self._unanswered.pop(output.request_id)
         return output

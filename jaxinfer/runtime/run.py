@@ -23,10 +23,10 @@ from jaxinfer.workload.predictor import Predict
 
 
 class Run:
-    """Serves the requests of a feed on all instances of a cluster. Its clock starts at once.
+    """Serves the requests of a feed on all instances of a cluster. The run's clock starts at once.
 
     Args:
-        system: system in its state before a run.
+        system: system in the state that it has before a run.
         kv: KV shards by instance at the start.
         fits: fits of step times by instance, for the system's predictions.
         watchdog_s: see ``RealWorld``.
@@ -101,7 +101,7 @@ class Run:
     def rounds(self) -> Iterator[None]:
         """Serve until all requests have been read and have ended, and yield after each round.
 
-        A caller that stops at such a point leaves no step and no transfer in flight.
+        A caller that stops after a round leaves no step and no transfer in flight.
 
         Raises:
             Exception: the error that ended reading or serving requests.

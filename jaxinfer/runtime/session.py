@@ -30,7 +30,7 @@ Describe = Callable[[], Mapping[str, object]]
 
 
 class Session:
-    """Runs requests, one run at a time, on the same devices and KV.
+    """Serves requests in successive runs, one at a time, on the same devices and KV.
 
     Args:
         watchdog_s: see ``RealWorld``.
@@ -70,7 +70,7 @@ class Session:
         """Wait until no other thread uses the session.
 
         Raises:
-            JaxinferError: this thread already uses it.
+            JaxinferError: this thread already uses the session.
         """
         if self._thread == threading.get_ident():
             raise JaxinferError(
@@ -119,7 +119,7 @@ class Session:
         on_step: OnStep = lambda done: None,
         num_requests: int = 0,
     ) -> Generator[None, None, RunMetrics]:
-        """Run requests as ``run`` does, but yield after each round, when it may be closed."""
+        """Run requests as ``run`` does, but yield after each round, so that the caller may stop."""
         if not self._is_whole:
             self._recover()
         for name, reason in self._lost.items():

@@ -52,8 +52,8 @@ class _Step:
 class Worker:
     """The stages of one instance, or those of them that this process has.
 
-    A thread per mesh waits for results, so that launching never waits, unless hidden states come
-    from another process.
+    A thread per mesh waits for results, so that launching a step never waits, unless hidden states
+    come from another process.
 
     Args:
         groups: names of the stages' groups, if several may share a mesh.
@@ -97,7 +97,7 @@ class Worker:
         Yields the number of steps left, beginning with their total number.
 
         Args:
-            wait: see ``RemoteWorker``; in this process, compiling is always done before returning.
+            wait: see ``RemoteWorker``; in this process, all is compiled before this returns.
         """
         self._sampler = sampler
         parts = [stage.compile_ahead(sampler) for stage in self.stages]
@@ -117,7 +117,7 @@ class Worker:
         launched: Launched = lambda *args: None,
         number: int = 0,
     ) -> None:
-        """Start a step and return. ``post`` gets its StepDone, with times since ``origin``.
+        """Start a step and return at once. ``post`` gets its StepDone, with times since ``origin``.
 
         If the last stage is in another process, the StepDone has no tokens.
 
@@ -177,7 +177,7 @@ class Worker:
     def move(
         self, transfer: Transfer, origin: float, post: Callable[[TransferDone | Failed], None]
     ) -> None:
-        """Start to move KV heads between the instance's devices, and return.
+        """Start to move KV heads between the instance's devices, and return at once.
 
         ``post`` gets its TransferDone, with times since ``origin``.
         """
@@ -196,10 +196,10 @@ class Worker:
     def recover(self, patience: float | None = None) -> None:
         """Become ready for steps of other requests, wherever earlier steps were interrupted.
 
-        Waits for everything that was launched; failures have been posted by then.
+        This waits for all work that was launched; failures are posted before this returns.
 
         Raises:
-            JaxinferError: it has not ended within ``patience`` seconds.
+            JaxinferError: the work has not ended within ``patience`` seconds.
         """
         steps, moves = threading.Event(), threading.Event()
         self._queues[0].put(steps)

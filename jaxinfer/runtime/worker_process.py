@@ -78,10 +78,11 @@ STEPS_KEPT = 16
 
 
 class WorkerProcess:
-    """Carries out messages, in order.
+    """Carries out the messages that its process receives, in order.
 
-    An instance with stages in other processes has its own thread. It waits for its hidden
-    states and then does what depends on them: a step, or slabs out of its pages and into them.
+    An instance with stages in other processes has its own thread. The thread waits for hidden
+    states, and then does the work that depends on them: it runs a step, or moves slabs out of the
+    instance's pages or into them.
 
     Args:
         connection: connection to the loop's process.
@@ -364,7 +365,7 @@ def _told(error: Exception) -> tuple[bool, str]:
 
 
 def main() -> None:
-    """Run the process. Signals are left to the loop's process, which ends this one."""
+    """Run the process of a device group until the loop's process ends it, ignoring signals."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sys.path.append(os.getcwd())  # See ``commands.app.main``.

@@ -41,7 +41,7 @@ Posted = StepDone | TransferDone | Landed | News
 
 
 class RealWorld:
-    """Wall-clock time, and steps by workers. It lasts for one run; the workers outlive it.
+    """Keeps wall-clock time, and lets workers run steps. It lasts for one run, unlike the workers.
 
     Args:
         workers: workers by instance name.
@@ -104,13 +104,13 @@ class RealWorld:
         return time.perf_counter() - self._origin
 
     def add(self, requests: Iterable[RequestState]) -> None:
-        """Let more requests arrive, each at its time, or at once if that has passed."""
+        """Let more requests arrive, each at its own time, or at once if that time has passed."""
         if requests := list(requests):
             # The sort is stable: of requests with equal arrivals, the first stays first.
             self._arrivals = deque(sorted([*self._arrivals, *requests], key=lambda r: r.arrival))
 
     def arrivals_left(self) -> bool:
-        """Tell whether a request is still to arrive."""
+        """Tell whether a request is yet to arrive."""
         return bool(self._arrivals) or self._more_to_come()
 
     @property
@@ -130,12 +130,12 @@ class RealWorld:
             self.due_events()
 
     def kv_token_s(self, source: str, dest: str) -> float:
-        """Return the seconds of one KV token over emulated links; 0 without any."""
+        """Return the seconds that one KV token takes over emulated links; 0 if none is emulated."""
         channel = self._channels.get((source, dest))
         return self._links.least_seconds(channel.pairs) if channel else 0.0
 
     def launch(self, batch: Batch) -> None:
-        """Start a step on the instance's worker, unless it has failed to start another one."""
+        """Start a step on the instance's worker, unless it has failed to start an earlier step."""
         if batch.instance in self._refused:
             return  # A part that the other lacks would make this one fail for another reason.
         start = time.perf_counter()
@@ -222,7 +222,7 @@ class RealWorld:
         heapq.heappush(self._ticks, time)
 
     def due_events(self) -> Sequence[Event]:
-        """Return the events since the last call; wait for the first one.
+        """Return the events since the last call; if there are none, wait for the first one.
 
         Losses and returns come first, and other events in the next call. If the loop starts work on
         an instance before it learns that the instance is lost, that work is also given up.

@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 def encoder(model: str | None) -> Encode:
-    """Return a function from texts to token ids, which loads the tokenizer on first use.
+    """Return a function that turns texts into token ids; it loads the tokenizer on first use.
 
     Args:
         model: a model as in a run file, or a folder that has only a tokenizer. Its weights are
             neither fetched nor opened.
 
     Raises:
-        JaxinferError: (in the call) there is no tokenizer.
+        JaxinferError: (when the function is called) there is no tokenizer.
     """
 
     @cache

@@ -48,7 +48,7 @@ _EAST_ASIAN = rf"[{_characters('4E00-9FA5 800-4E00 AC00-D7FF')}]+"
 
 @dataclass(frozen=True)
 class Pre:
-    """The steps before merging.
+    """How a tokenizer prepares a text before it merges tokens.
 
     Attributes:
         split: splits text into words, within which tokens are merged.
@@ -64,13 +64,13 @@ class Pre:
 
 
 def read_pre(metadata: Mapping[str, Any], path: Path) -> Pre:
-    """Return the kind that ``tokenizer.ggml.pre`` names; by default llama.cpp's, with a warning.
+    """Return the steps that ``tokenizer.ggml.pre`` names; by default llama.cpp's, with a warning.
 
     Args:
         path: the file, for messages.
 
     Raises:
-        JaxinferError: the kind is not implemented.
+        JaxinferError: the steps with this name are not implemented.
     """
     pres = _known_pres()
     name = metadata.get("tokenizer.ggml.pre")

@@ -12,13 +12,13 @@ from jaxinfer.request import SamplingParams
 
 
 class TokensPrompt(TypedDict):
-    """A prompt in tokens: integers of Python or numpy, or an array of them."""
+    """A prompt as token ids: Python or numpy integers, or an array of integers."""
 
     prompt_token_ids: Sequence[int]
 
 
 class TextPrompt(TypedDict):
-    """A prompt's text, as in vLLM."""
+    """A prompt as text, as in vLLM."""
 
     prompt: str
 
@@ -29,10 +29,10 @@ Params = SamplingParams | Iterable[SamplingParams]
 
 
 def model_name(model: object) -> str:
-    """Return the model for an ``LLM`` as a text.
+    """Return the name or path of an ``LLM``'s model as a string.
 
     Raises:
-        JaxinferError: it is neither a text nor a path, or it is empty.
+        JaxinferError: ``model`` is neither a string nor a path, or is empty.
     """
     if not isinstance(model, str | os.PathLike) or not os.fspath(model):
         raise JaxinferError(
@@ -45,7 +45,7 @@ def each_prompt(prompts: object) -> Iterable[Any]:
     """Return one or several prompts as an iterable.
 
     Raises:
-        JaxinferError: it is neither a prompt nor an iterable.
+        JaxinferError: ``prompts`` is neither a prompt nor an iterable.
     """
     one = isinstance(prompts, str | bytes | Mapping)
     return [prompts] if one else iterable("prompts", prompts)
@@ -55,7 +55,7 @@ def each_conversation(messages: object) -> Iterable[Any]:
     """Return one or several conversations as an iterable.
 
     Raises:
-        JaxinferError: it is neither a conversation nor an iterable.
+        JaxinferError: ``messages`` is neither a conversation nor an iterable.
     """
     if isinstance(messages, str | bytes | Mapping):
         return [messages]
@@ -74,7 +74,8 @@ def paired(prompts: Iterable[Any], params: Params) -> Iterator[tuple[Any, Sampli
     """Pair prompts with their sampling parameters; both are read one by one.
 
     Raises:
-        JaxinferError: some are not ``SamplingParams``, or there are more or fewer than prompts.
+        JaxinferError: some parameters are not ``SamplingParams``, or their number is not that of
+            the prompts.
     """
     if isinstance(params, SamplingParams):
         yield from zip(prompts, repeat(params))
@@ -110,10 +111,10 @@ def text_or_token_ids(prompt: object) -> str | list[int]:
 
 
 def token_ids(given: object) -> list[int]:
-    """Return integers of any kind, in a list, a tuple or an array, as Python's own.
+    """Convert a list, tuple or array of integers of any type to a list of Python integers.
 
     Raises:
-        JaxinferError: it is something else.
+        JaxinferError: ``given`` is something else.
     """
     values = given.tolist() if hasattr(given, "tolist") else given
     if isinstance(values, list | tuple):
@@ -137,7 +138,7 @@ def iterable(name: str, given: object) -> Iterable[Any]:
     """Return the argument if it is iterable.
 
     Raises:
-        JaxinferError: it is not.
+        JaxinferError: ``given`` is not iterable.
     """
     if not isinstance(given, Iterable):
         raise JaxinferError(f"{name} is {shorten(given)}, must be one or a list of them")

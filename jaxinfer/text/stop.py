@@ -66,12 +66,12 @@ class StopCheck:
         return None
 
     def text(self, token_ids: list[int], ended_by_token: bool) -> str:
-        """Return the output's text, without the token or the string that ended it."""
+        """Return the output's text, without the token or the string that ended the output."""
         text = self._tokenizer.decode(_kept(token_ids, ended_by_token), after=self._prompt)
         return text if self._cut is None else text[: self._cut]
 
     def pieces(self, token_ids: list[int], ended_by_token: bool) -> list[str]:
-        """Return the text that each token adds, before the cut; empty for the token that ended it.
+        """Return the text that each token adds before the cut; a token that ended it adds none.
 
         A character that consists of several tokens is added by the last of them.
         """

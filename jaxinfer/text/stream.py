@@ -25,13 +25,11 @@ class Stream(Protocol):
     """
 
     def add(self, token_id: int) -> str:
-        """Return the text that ``token_id`` completes; empty within a character of
-        several bytes.
-        """
+        """Return the text that ``token_id`` completes; empty while a character lacks bytes."""
 
     @property
     def is_within(self) -> bool:
-        """True if the last token ended within a character, in spite of all emitted text."""
+        """True if the last token ended within a character, even if all text was emitted."""
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -148,11 +146,11 @@ class _Context:
 
 
 class Detokenizer:
-    """Turns tokens into text, as ``tokenizers`` decodes them; special and unknown ones are skipped.
+    """Turns tokens into text as ``tokenizers`` decodes them, but skips special and unknown tokens.
 
-    A text may follow other tokens: it is then the text of both together, without the text of the
-    others. Some decoders strip the space at the beginning of a text, and a character may begin in
-    one part and end in the other.
+    If tokens follow others, their text is that of both together, without the text of the others.
+    Some decoders strip the space at the beginning of a text, and a character may begin in one part
+    and end in the other.
     """
 
     def __init__(self, backend: Backend) -> None:

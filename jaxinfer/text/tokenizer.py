@@ -150,11 +150,11 @@ def load_tokenizer(
 ) -> Tokenizer:
     """Return the tokenizer of ``checkpoint``, with its chat template if it has one.
 
-    A text ends at the ends given by the configurations, and at the tokenizer's own EOS.
+    A text ends at the tokens that the configurations name, and at the tokenizer's own EOS.
 
     Args:
-        required: whether a folder without tokenizer is an error.
-        more_ends: further ends.
+        required: whether a folder without a tokenizer is an error.
+        more_ends: further tokens that end a text.
 
     Raises:
         JaxinferError: the tokenizer is missing, damaged, or of a kind that is not supported.
@@ -172,10 +172,10 @@ def load_tokenizer(
 
 
 def folder_tokenizer(path: str) -> Tokenizer | None:
-    """Return the tokenizer in a folder, with or without a model; None if there is none.
+    """Return a folder's tokenizer, or None if it has none; the folder need not contain a model.
 
     Raises:
-        JaxinferError: it is damaged, or of a kind that is not supported.
+        JaxinferError: the tokenizer is damaged, or of a kind that is not supported.
     """
     folder = Path(path).expanduser()
     found = _tokenizer_file(folder).is_file()

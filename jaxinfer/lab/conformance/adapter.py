@@ -59,7 +59,7 @@ def hand_over(
     cached: Sequence[int] = (),
     whole_pages: bool = False,
 ) -> list[Finding]:
-    """Let an engine hand over golden requests, one after another; return the faults.
+    """Let one engine hand golden requests over to another, one by one; return the faults found.
 
     Args:
         cached: for each request, the number of its first tokens that the destination has from the

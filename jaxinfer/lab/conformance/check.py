@@ -1,4 +1,4 @@
-"""Checks a hand-off: whether every entry is where it should be, and if not, which fault it was."""
+"""Checks whether a hand-off put every entry where it belongs, and if not, names the fault."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ class Finding:
     Attributes:
         name: see the table in docs/proof.md.
         request: the affected request; None for entries outside of all requests handed over.
-        blocks: number of blocks of 16 channels that it explains.
-        text: description of the first of them.
+        blocks: number of blocks of 16 channels that the fault explains.
+        text: description of the first of these blocks.
     """
 
     name: str

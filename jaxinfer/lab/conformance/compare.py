@@ -19,7 +19,7 @@ _FLOAT32 = 1e-6
 
 @dataclass
 class Wrong:
-    """Blocks of a request with wrong contents; arrays of N.
+    """A request's blocks with wrong contents; the arrays have one element per block.
 
     Attributes:
         shards: the shards that the numbers in ``shard`` refer to.
@@ -55,12 +55,12 @@ class Wrong:
         return replace(self, origin=self.origin.at(mask), **arrays)
 
     def also_in(self, other: "Wrong") -> np.ndarray:
-        """Return the blocks whose places are wrong in another comparison of the request, too."""
+        """Return a mask of the blocks that another comparison of the request finds wrong, too."""
         there = set(other.places())
         return np.array([place in there for place in self.places()], dtype=bool)
 
     def places(self) -> Iterator[tuple[int, ...]]:
-        """Yield shard, part, token, index of the head, and block of each."""
+        """Yield the shard, part, token, index of the head, and block of each wrong block."""
         columns = self.shard, self.part, self.token, self.index, self.block
         return zip(*(column.tolist() for column in columns), strict=True)
 
@@ -107,9 +107,9 @@ def _of_shard(
 def allowed_change(golden: np.ndarray, source: KVLayout, wire: str, dest: KVLayout) -> np.ndarray:
     """Return [2, T, K, H]: the largest difference from golden entries that the formats allow.
 
-    Without scales, an entry is rounded to the nearest number in each format in turn, which is
-    exactly known. In 8 bits, it may differ by as much as that format allows, and by the same amount
-    again in each narrower format.
+    Without scales, an entry is rounded to the nearest number in each format in turn, so that the
+    difference is exactly known. In 8 bits, it may differ by as much as that format allows, and by
+    the same amount again in each narrower format.
     """
     allowed, nearest, size = np.zeros_like(golden), golden, np.abs(golden)
     is_known = True
@@ -141,7 +141,7 @@ def _largest_of_pages(size_2TKH: np.ndarray, page_size: int) -> np.ndarray:
 def changed_elsewhere(
     before: Side, dest: Side, requests: Sequence[int]
 ) -> Iterator[tuple[str, Origin, np.ndarray]]:
-    """Yield entries outside the requests' own that a hand-off changed, by place.
+    """Yield the entries outside the requests' own that a hand-off changed, by place.
 
     Yields:
         ``tail`` (in a request's last page past its length) or ``other`` (in another page); the

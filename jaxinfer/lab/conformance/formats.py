@@ -57,7 +57,7 @@ _POSITIVE = _E4M3[:0x7F]
 
 
 def encode(numbers: np.ndarray, name: str) -> np.ndarray:
-    """Round numbers that fit, already divided by their scale, to their stored form."""
+    """Round numbers, which are already divided by their scale, and return them as stored."""
     x = np.asarray(numbers, np.float32)
     if name == "float16":
         with np.errstate(over="ignore"):

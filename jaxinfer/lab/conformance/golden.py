@@ -28,7 +28,7 @@ MAX_REQUESTS = 16
 
 
 def check_counts(whose: str, counts: Mapping[str, object], least: int = 1) -> None:
-    """Raise ValueError for the first number that is not an integer, or is too small."""
+    """Raise ValueError for the first number that is not an integer or is too small."""
     for name, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
             raise ValueError(f"{whose}: {name} is {value!r}, must be an integer from {least} on")
@@ -56,7 +56,7 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True)
 class GoldenModel:
-    """The sizes of a tiny model, and its golden entries.
+    """A tiny model's sizes, which define its golden entries.
 
     Attributes:
         windows: for each layer, how many tokens back it attends; None for all.
@@ -118,7 +118,7 @@ class GoldenModel:
         return 2.0 ** (mixed * 40503 // 64 % 3)
 
     def origins(self, found: np.ndarray) -> Origin:
-        """Read the code words of [..., H]; returns arrays [..., H / 16]."""
+        """Read the code words in [..., H], and return their owners as arrays [..., H / 16]."""
         x = found.reshape(*found.shape[:-1], found.shape[-1] // BLOCK, BLOCK)
         with np.errstate(all="ignore"):
             x = x.astype(np.float64)

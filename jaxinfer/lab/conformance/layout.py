@@ -74,7 +74,7 @@ class KVLayout:
         return np.where(heads < model.heads, heads, -1)
 
     def order(self, part: int) -> Order:
-        """Return the order of axes of keys (0) or values (1)."""
+        """Return the order of a page's axes for keys (0) or values (1)."""
         return self.values if part else self.keys
 
 
@@ -93,5 +93,5 @@ def to_order(pages_PKBH: np.ndarray, order: str) -> np.ndarray:
 
 
 def from_order(pages: np.ndarray, order: str) -> np.ndarray:
-    """View a pool's pages as [page, head, token, channel]; writes go through."""
+    """Return a view of a pool's pages as [page, head, token, channel]; writes change the pool."""
     return pages.transpose(np.argsort(_AXES[order]))

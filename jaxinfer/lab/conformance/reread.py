@@ -1,4 +1,4 @@
-"""Reads pages whose entries have no known owner again, in other layouts."""
+"""Reads pages again in other layouts, if no known request owns their entries."""
 
 from collections.abc import Iterator
 from itertools import permutations
@@ -17,7 +17,7 @@ _TWO_BYTES = ("float16", "bfloat16")
 
 
 def other_readings(dest: Side, wrong: Wrong) -> Iterator[tuple[str, np.ndarray, str]]:
-    """Yield a name, the blocks, and a text if another reading finds the request's entries."""
+    """Yield faults whose reading finds the request's entries: a name, the blocks, and a text."""
     nobody = (wrong.origin.request < 0) & ~wrong.zero
     table = np.asarray(dest.tables[wrong.request])
     name = dest.layout.kv_dtype

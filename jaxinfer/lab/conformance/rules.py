@@ -17,7 +17,7 @@ Named = tuple[str, np.ndarray, str]
 
 @dataclass(frozen=True)
 class Case:
-    """The blocks that are not yet explained, and the known facts about both sides.
+    """The wrong blocks that are not yet explained, and what is known about both sides.
 
     Attributes:
         base: number of the request's first tokens that the destination had before.
@@ -39,11 +39,11 @@ class Case:
 
     @property
     def own(self) -> np.ndarray:
-        """Return the blocks that hold entries of their own request."""
+        """The blocks that hold entries of their own request."""
         return self.wrong.origin.request == self.wrong.request
 
     def differs(self, *names: str) -> np.ndarray:
-        """Return own blocks whose origin differs from their place only in these coordinates."""
+        """Return own blocks whose origin differs from their place in just these coordinates."""
         found = self.own.copy()
         for name in ("layer", "part", "token", "head", "block"):
             apart = getattr(self.wrong.origin, name) != getattr(self.wrong, name)
@@ -52,7 +52,7 @@ class Case:
 
 
 def by_base(case: Case) -> Iterator[Named]:
-    """Entries that a delta builds on, and the first ones that it should have sent."""
+    """Name wrong entries that a delta builds on, and first entries that it should have sent."""
     if not case.base:
         return
     wrong = case.wrong
@@ -72,7 +72,7 @@ def by_base(case: Case) -> Iterator[Named]:
 
 
 def by_owner(case: Case) -> Iterator[Named]:
-    """Entries that belong to another request."""
+    """Name entries that belong to another request."""
     owner = case.wrong.origin.request
     yield (
         "late write after free",
@@ -89,7 +89,7 @@ def by_owner(case: Case) -> Iterator[Named]:
 
 
 def by_absence(case: Case) -> Iterator[Named]:
-    """Entries that have not been written, so that the page's former contents are still there."""
+    """Name entries that were never written, so that a page still has its former contents."""
     wrong = case.wrong
     length, B = case.dest.lengths[wrong.request], case.dest.layout.page_size
     never = wrong.origin.request == case.dest.former
@@ -134,7 +134,7 @@ def _whole_parts(case: Case, never: np.ndarray) -> np.ndarray:
 
 
 def by_coordinate(case: Case) -> Iterator[Named]:
-    """The request's own entries, from a place that differs in one coordinate."""
+    """Name the request's own entries that come from a place that differs in one coordinate."""
     text = "holds that of layer {layer}, {part}, token {token}, head {head}"
     yield "head order", case.differs("head"), text
     yield "layer shifted", case.differs("layer"), text
@@ -177,7 +177,7 @@ def _covers_slabs(case: Case, shift: np.ndarray) -> np.ndarray:
 
 
 def by_order(case: Case) -> Iterator[Named]:
-    """The request's own entries, at the place that another order of a page's axes gives."""
+    """Name the request's own entries that are where another order of a page's axes puts them."""
     text = "holds that of token {token}, head {head}: pages are {order}, taken for {other}"
     for side, ours in ((case.dest, True), (case.source, False)):
         for part in (0, 1):
@@ -221,7 +221,7 @@ def _places(layout: KVLayout, num_heads: int, head: np.ndarray) -> tuple[np.ndar
 
 
 def by_value(case: Case) -> Iterator[Named]:
-    """Entries with the right code but wrong values."""
+    """Name entries that have the right code but wrong values."""
     here = case.own & case.differs()
     scaled = here & (np.abs(np.log2(np.maximum(case.wrong.ratio, 1e-9))) > 0.35)
     name = "scale of another page" if _by_page(case, scaled) else "scaled"
@@ -253,7 +253,7 @@ def _is_everywhere(case: Case, here: np.ndarray) -> bool:
 
 
 def by_rest(case: Case) -> Iterator[Named]:
-    """Group the faults that have no better name."""
+    """Name the remaining faults, in groups."""
     yield (
         "misplaced",
         case.own & ~case.differs(),

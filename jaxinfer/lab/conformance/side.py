@@ -34,11 +34,11 @@ def _facts(array: np.ndarray) -> str:
 
 @dataclass
 class Side:
-    """An engine's KV.
+    """One engine's KV: its pools, and the pages of its requests.
 
     Attributes:
         num_pages: number of pages of each pool; page 0 belongs to no request and may hold anything.
-        former: number from which the golden requests count that the pools held before.
+        former: number of the first of those golden requests that the pools held before.
         tables: each request's pages in token order.
         lengths: each request's number of tokens.
         pools: keys and values of each shard.
@@ -82,7 +82,8 @@ class Side:
         """Register a request and its pages; their contents do not change.
 
         Raises:
-            ValueError: it is already registered, has no golden entries, or the pages are invalid.
+            ValueError: the request is already registered or has no golden entries, or the pages are
+                invalid.
         """
         check_counts("add", {"request": request}, least=0)
         check_counts(f"request {request}", {"length": length})
@@ -117,7 +118,7 @@ class Side:
         self.write(request, self.tables[request], 0, self.lengths[request])
 
     def write(self, request: int, table: list[int], start: int, stop: int) -> None:
-        """Write a request's golden entries of some tokens to some pages."""
+        """Write golden entries of a request's tokens ``start`` to ``stop`` to these pages."""
         for shard in self.pools:
             heads = self.layout.heads_of(self.model, shard.rank)
             entries = self.model.entries(
@@ -129,7 +130,7 @@ class Side:
     def put(
         self, shard: LayerPages, table: list[int], start: int, entries_2TKH: np.ndarray
     ) -> None:
-        """Write entries of the device's own heads; pages of 8 bits get new scales."""
+        """Write entries of the heads that a device has itself; pages of 8 bits get new scales."""
         tokens = start + np.arange(entries_2TKH.shape[1])
         page_T, offset_T = np.divmod(tokens, self.layout.page_size)
         page_T = np.asarray(table)[page_T]
@@ -160,7 +161,7 @@ class Side:
         pool.scale_PK[pages] = scale_MK
 
     def get(self, shard: LayerPages, table: list[int], start: int, stop: int) -> np.ndarray:
-        """Return float32 [2, T, K, H] of the device's own heads, in token order."""
+        """Return float32 [2, T, K, H] for the heads that a device has itself, in token order."""
         page_T, offset_T = np.divmod(np.arange(start, stop), self.layout.page_size)
         page_T = np.asarray(table)[page_T]
         found = []
@@ -173,7 +174,7 @@ class Side:
         return np.stack(found)
 
     def take_pages(self, other: "Side", request: int) -> None:
-        """Use the pages of a request of the other side, which are in the same pools."""
+        """Use the pages that a request has on the other side, which uses the same pools."""
         table = other.tables[request]
         for shard, pair in other.pools.items():
             for mine, theirs in zip(self.pools[shard], pair, strict=True):
@@ -186,7 +187,7 @@ class Side:
         return copy.deepcopy(self)
 
     def load(self, pools: Mapping[LayerPages, tuple[Pool, Pool]]) -> None:
-        """Set the contents of all pools to those of an engine.
+        """Replace the contents of all pools by those of an engine.
 
         Raises:
             ValueError: shards, shapes, dtypes or scales do not match the layout.

@@ -19,7 +19,7 @@ REQUEST = 1
 
 
 def golden_model(sides: Sequence[Sequence[Stage]]) -> tuple[GoldenModel | None, str]:
-    """Return the kit's model of all sides' instances, or None and the reason why there is none."""
+    """Return the kit's model for the instances of all sides, or None and the reason for it."""
     plan = sides[0][0].plan
     tokens = max(s.plan.num_pages * s.plan.limits.page_size for stages in sides for s in stages)
     layers = sum(len(stage.kv) for stage in sides[0])
@@ -43,7 +43,7 @@ def layout_of(stages: Sequence[Stage]) -> KVLayout:
 
 
 class GoldenEnd:
-    """The kit's adapter to one instance: sets its pages, and reads them."""
+    """The kit's adapter to one instance: it sets and reads the instance's pages."""
 
     def __init__(
         self, model: GoldenModel, stages: Sequence[Stage], table: Sequence[int], length: int,

@@ -1,6 +1,4 @@
-"""Hands KV over between all pairs of sides, and checks its arrival, rounding and the
-next tokens.
-"""
+"""Hands KV over between all pairs of sides; checks its arrival, rounding and the next tokens."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -89,7 +87,7 @@ class _Prompt:
 
 
 class Conformance:
-    """The sides as instances of one model, each on its own devices.
+    """Loads the sides as instances of one model, each on its own devices, and tries all pairs.
 
     Args:
         sides: sides by name; the first one is the reference, to whose tokens all others are
@@ -99,7 +97,7 @@ class Conformance:
 
     Attributes:
         refused: reasons for the sides that cannot be loaded.
-        left_out: reason why no golden entries are handed over; "" if they are.
+        left_out: reason why no golden entries are handed over; "" if some are.
     """
 
     def __init__(
@@ -160,9 +158,7 @@ class Conformance:
         return ClusterConfig.model_validate({"groups": groups, "instances": instances})
 
     def outcomes(self) -> Iterator[HandOffCheck]:
-        """Yield the outcome for each pair of sides, including equal ones, in the order of the
-        sides.
-        """
+        """Yield the outcome of each pair of sides, also of equal ones, in the sides' order."""
         engines = self._cluster.engines
         # This comes first, because golden entries fill whole pools.
         faults = {pair: self._golden_fault(*pair) for pair in product(engines, engines)}
@@ -206,7 +202,7 @@ class Conformance:
         """Hand over golden entries; return a description of the fault on arrival, or "".
 
         Args:
-            base: number of the first tokens that the destination has, and that are not sent.
+            base: number of first tokens that the destination has already, and that are not sent.
 
         Raises:
             JaxinferError: the hand-off is refused.

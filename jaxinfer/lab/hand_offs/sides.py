@@ -76,7 +76,7 @@ _KIND_WORDS: Mapping[type, str] = {int: "an integer from 1 on", str: "a name"}
 
 
 def with_values(given: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-    """Return ``VALUES``, with those given as ``NAME=A,B`` replaced.
+    """Return ``VALUES``, after replacing the settings given as ``NAME=A,B``.
 
     Raises:
         JaxinferError: a setting is unknown or given twice, or a value has another type.
@@ -112,7 +112,7 @@ def with_values(given: Sequence[str]) -> dict[str, tuple[Any, ...]]:
 
 
 def covering_sides(values: Values) -> list[HandOffSide]:
-    """Return a few sides that together have every pair of values of any two settings.
+    """Return a few sides in which any two settings occur with every pair of their values.
 
     Sides whose hand-offs can be exact keep KV in their own dtype. Among these, each value of the
     other settings also occurs with each dtype. In pairs of such sides, any two settings of one then

@@ -1,4 +1,4 @@
-"""Tables of the outcomes of all pairs of sides: for the terminal, in markdown and as CSV."""
+"""Tables with the outcomes of all pairs of sides, for the terminal, in markdown and as CSV."""
 
 import csv
 import statistics
@@ -20,7 +20,7 @@ TableCells = tuple[Sequence[str], list[Sequence[str]]]
 def conformance_tables(
     sides: "Mapping[str, HandOffSide]", outcomes: "Sequence[HandOffCheck]", outputs: int
 ) -> dict[str, TableCells]:
-    """Return header and rows of each table, by its title.
+    """Return the header and rows of each table, by the table's title.
 
     Args:
         outputs: number of output tokens that each pair sampled.

@@ -40,14 +40,14 @@ _STEPS = 3
 
 @dataclass(frozen=True)
 class MeasuredDegree:
-    """The measured times of the steps for one degree of tensor parallelism.
+    """The times measured for steps with one degree of tensor parallelism.
 
     Attributes:
         model: the model, padded to the devices.
-        over_devices: whether layers were measured on as many devices as share them, with
-            all-reduces; otherwise one device had its shard.
+        over_devices: whether layers were measured on as many devices as will share them, with
+            all-reduces; otherwise, one device computed its shard.
         depths: numbers of layers of the two models.
-        checks: seconds of other steps of the deeper model, which no table was made from.
+        checks: seconds of steps of the deeper model from which no table was made.
         host_s: seconds that the host adds to a step that is not launched ahead: per step and per
             sequence.
         spread: how much the rounds of a step differ: the interquartile range divided by the median.
@@ -64,10 +64,10 @@ class MeasuredDegree:
 
 
 def the_instance(cluster: ClusterConfig) -> str:
-    """Return the name of the only instance.
+    """Return the name of a cluster's only instance.
 
     Raises:
-        JaxinferError: there are several, or it has stages.
+        JaxinferError: there are several instances, or the instance has stages.
     """
     if len(cluster.instances) != 1:
         raise OptionError(
@@ -96,7 +96,7 @@ def the_instance(cluster: ClusterConfig) -> str:
 
 
 def choose_depths(config: ModelConfig, given: tuple[int, int] | None) -> tuple[int, int]:
-    """Return the numbers of layers of the two models: the given ones, or a third and all.
+    """Return how many layers the two models have: the given numbers, or a third and all.
 
     Raises:
         JaxinferError: the model has fewer layers, the additional layers of the deeper model are of
@@ -130,8 +130,8 @@ def measure_operators(
     """Measure the cluster's only instance with random weights; nothing else should run meanwhile.
 
     Args:
-        degree: degree of tensor parallelism; measured on this number of devices if there are
-            enough, otherwise with the shard of one.
+        degree: degree of tensor parallelism; if there are enough devices, it is measured on this
+            number, otherwise with one device's shard.
 
     Raises:
         JaxinferError: the model does not fit, or its sizes do not divide.

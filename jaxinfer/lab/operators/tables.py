@@ -95,7 +95,7 @@ def profile_operators(
 
 
 def operator_figures(found: WrittenTables) -> dict[str, Any]:
-    """Relative differences between sums of parts and whole steps, and between rounds."""
+    """Return the relative differences between sums of parts and whole steps, and between rounds."""
     checks = [{"devices": c.devices, "steps": c.kind, "median_off": c.middle} for c in found.checks]
     spread = {degree.devices: degree.spread for degree in found.degrees}
     return {"run_file": found.run_file, "checks": checks, "spread": spread}

@@ -36,7 +36,7 @@ _TOKENS, _ENTRIES = 1e3, 1e6
 
 
 class HasFloor(Protocol):
-    """The times of a stage's steps, if a lower bound on them is known."""
+    """A stage's costs that have a lower bound on step times."""
 
     def floor(self) -> StepFloor: ...  # noqa: D102
 
@@ -63,7 +63,7 @@ class Span:
 
 @dataclass(frozen=True)
 class InstanceLimits:
-    """The limits of one kind of instance.
+    """The limits of instances of one kind.
 
     Attributes:
         stages: least step times of each stage.
@@ -134,10 +134,10 @@ def _capacity(name: str, instance: ModelledInstance) -> InstanceLimits:
 
 
 def spans(first: np.ndarray, end: np.ndarray, shared: np.ndarray | None = None) -> tuple[Span, ...]:
-    """Return the mean work of requests with a token at each position from ``first`` to ``end``.
+    """Return the mean work of requests with tokens at positions from ``first`` up to ``end``.
 
     Args:
-        shared: number of each request's first entries that others may have, too.
+        shared: number of each request's first entries that other requests may have, too.
     """
     edges = np.unique(np.linspace(first.min(), max(end.max(), first.min() + 1), BINS + 1).round())
     found = []
@@ -163,7 +163,7 @@ def solve(
     longest: int,
     most_shared: int = 0,
 ) -> Bound:
-    """Solve the program.
+    """Solve the linear program, and return the bound.
 
     Args:
         kinds: number of instances of each kind.

@@ -18,15 +18,17 @@ class Candidate:
     """A part of a run file, which the plan file's ``run`` completes.
 
     Attributes:
-        axes: words and numbers that distinguish it from the others: its columns in the table.
+        axes: words and numbers that distinguish the candidate from others: its columns in the
+            table.
         part: groups, instances, system and other sections.
-        key: candidates with equal keys are simulated once; by default all its fields.
-        refused: reason why it cannot run, if its planner knows one; it is not simulated.
+        key: candidates with equal keys are simulated once; by default, all fields make up the key.
+        refused: reason why the candidate cannot run, if its planner knows one; it is then not
+            simulated.
         outputs: largest number of output tokens per request if the candidate serves one phase of
             requests; 1 means the prompt alone.
         uncounted: groups that cost nothing, because they belong to the other phase.
-        wanted: requests per second that its planner expects, if any; if it serves fewer, the result
-            says so.
+        wanted: requests per second that the planner expects, if any; if the candidate serves fewer,
+            the result says so.
     """
 
     axes: Mapping[str, Axis]
@@ -44,7 +46,7 @@ class Candidate:
 
     @property
     def whole(self) -> bool:
-        """True if it serves whole requests and all of its groups count."""
+        """True if the candidate serves whole requests and all of its groups count."""
         return self.outputs is None and not self.uncounted
 
     def __str__(self) -> str:
@@ -65,7 +67,7 @@ class Costs:
     usd: float | None
 
     def amount(self, of: Cost) -> float:
-        """Return the amount of a cost.
+        """Return the amount of one kind of cost.
 
         Raises:
             JaxinferError: the amount is not known.
@@ -81,15 +83,15 @@ class Costs:
 
 @dataclass(frozen=True)
 class Score:
-    """The rate that a candidate can serve and its costs, or the reason why there is none.
+    """The rate that a candidate can serve, and its costs; or the reason why it has no rate.
 
     Attributes:
-        rate: requests per second at which it meets the targets; 0 if it meets them at no rate,
-            infinite if at every rate.
-        given_up: set if it missed the targets at the rate to beat, or if its bound is below that
-            rate and nothing was simulated.
+        rate: requests per second at which the candidate meets the targets; 0 if it meets them at no
+            rate, infinite if it meets them at every rate.
+        given_up: set if the candidate missed the targets at the rate to beat, or if its bound is
+            below that rate and nothing was simulated.
         figures: figures at that rate, by target (see ``Verdict``).
-        refused: reason why it cannot run at all.
+        refused: reason why the candidate cannot run at all.
         enough: number of requests needed for a verdict, if there were too few (see ``TriedRate``).
     """
 
@@ -110,10 +112,10 @@ Guess = Callable[["Candidate"], float]
 
 
 class Search(Protocol):
-    """The questions that planners ask about candidates for their problem."""
+    """What planners can ask about the candidates for their problem."""
 
     def scores(self, candidates: list[Candidate], rate: float | None = None) -> list[Score]:
-        """Return each candidate's largest rate; with ``rate``, whether it can serve that rate."""
+        """Return each candidate's largest rate; given ``rate``, whether it can serve that rate."""
 
     def best(
         self,
@@ -121,10 +123,10 @@ class Search(Protocol):
         bound: Bound = lambda candidate: inf,
         guess: Guess | None = None,
     ) -> Candidate:
-        """Return the best candidate, with as little work as possible."""
+        """Return the best candidate, with as few simulations as possible."""
 
     def costs(self, candidate: Candidate) -> Costs:
-        """Return the costs of a candidate without simulation.
+        """Return the costs of a candidate, without a simulation.
 
         Raises:
             JaxinferError: the candidate cannot run.
@@ -132,7 +134,7 @@ class Search(Protocol):
 
 
 class Planner(Protocol):
-    """Searches among candidates. Each search makes a new planner from its ``Options``."""
+    """Searches for the best candidate. Each search makes a new planner from its ``Options``."""
 
     Options: type[Options]
 
@@ -142,5 +144,5 @@ class Planner(Protocol):
         """Return the best candidate for a problem, using a search to evaluate candidates.
 
         Raises:
-            JaxinferError: there is none.
+            JaxinferError: no candidate meets the goal.
         """

@@ -9,11 +9,11 @@ from jaxinfer.errors import JaxinferError
 
 
 def nameless(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return an equal value for run files that differ only in the names of groups.
+    """Return a form that is equal for run files that differ only in the names of groups.
 
     Groups are numbered in the order in which instances use them. If a group's name also occurs
-    elsewhere, it may have a meaning there, and all names count. Instances keep their names, by
-    which systems know them.
+    elsewhere, where it may have a meaning, all groups keep their names. So do instances, because
+    systems know them by name.
     """
     try:
         used = as_run_file(data).cluster().instances

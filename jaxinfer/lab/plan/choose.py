@@ -1,4 +1,4 @@
-"""A complete search: the planner's search, and a second simulation of its choice."""
+"""A complete search: a planner's search, then a second simulation of the chosen candidate."""
 
 import math
 from concurrent.futures import BrokenExecutor
@@ -11,14 +11,14 @@ from jaxinfer.lab.plan.search import DrivenSearch
 
 
 class PlannerFailed(JaxinferError):
-    """A mistake of the planner itself, which would also occur with other requests."""
+    """A mistake of the planner itself, which would also happen with other requests."""
 
 
 def choose(planner: Planner, search: DrivenSearch) -> Choice:
     """Return the best candidate, simulated again with fresh seeds.
 
     Raises:
-        JaxinferError: see ``find``; or its targets are met at any rate.
+        JaxinferError: see ``find``; or the candidate meets the targets at any rate.
     """
     candidate, score = find(planner, search)
     if math.isinf(score.rate):

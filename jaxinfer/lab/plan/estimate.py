@@ -12,12 +12,12 @@ from jaxinfer.workload.lengths import BenchRequest
 
 
 def guess_rate(config: RunFile, work: Sequence[BenchRequest], targets: Targets) -> float:
-    """Estimate the requests per second of all instances, if each serves whole requests.
+    """Estimate the requests per second that all instances serve, if each serves whole requests.
 
     Each instance runs as many requests of mean length as fit into its seats and pool, all at
-    different tokens. A step has one decode for each of them, and the prompt tokens that replace
-    those that end. If the largest such step takes longer than the targets allow between tokens,
-    steps are smaller.
+    different tokens. A step has one decode for each of these requests, and the prompt tokens of the
+    requests that replace those that end. If the largest such step takes longer than the targets
+    allow between tokens, steps are smaller.
 
     Raises:
         JaxinferError: the run file does not describe a valid cluster.

@@ -28,11 +28,11 @@ from jaxinfer.workload.lengths import BenchRequest
 
 
 class Question(NamedTuple):
-    """A question about a candidate.
+    """A question about a candidate: the rate that it can serve.
 
     Attributes:
-        data: contents of its run file.
-        floor: rate that it must reach to be of interest, if any.
+        data: contents of the candidate's run file.
+        floor: rate that the candidate must reach to be of interest, if any.
         seeds: seeds of the arrivals.
         outputs, uncounted: see ``Candidate``.
         start: first rate to try (see ``capacity``).
@@ -84,7 +84,7 @@ class Evaluator:
         return _unpacked, (self._packed,)
 
     def costs(self, data: Mapping[str, object], uncounted: Collection[str] = ()) -> Costs:
-        """Return the costs of a run file's cluster, not counting some groups.
+        """Return the costs of a run file's cluster, without those of groups in ``uncounted``.
 
         Raises:
             JaxinferError: the run file is invalid, or has GPUs without a price although dollars
@@ -115,7 +115,7 @@ class Evaluator:
             return str(error)
 
     def score(self, asked: Question, simulate: Simulate) -> Score:
-        """Return the score of a run file, from successive simulations."""
+        """Return the score of a run file, after one simulation or several in turn."""
         try:
             costs = self.costs(asked.data, asked.uncounted)
             return self._score(asked, costs, simulate)

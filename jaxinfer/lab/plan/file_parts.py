@@ -23,7 +23,7 @@ _DECIDES = {
 
 
 def read_file(file: str) -> dict[str, Any]:
-    """Read a run file's mapping.
+    """Read a run file as a mapping.
 
     Raises:
         JaxinferError: the file cannot be read, or is not a mapping.
@@ -35,10 +35,10 @@ def read_file(file: str) -> dict[str, Any]:
 
 
 def with_workload(data: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run file's part, with model and workload from ``run`` or else from the file.
+    """Return a run file's contents, with model and workload from ``run`` or else from the file.
 
     Args:
-        run: common options.
+        run: options that all candidates have in common.
     """
     found = dict(data)
     if run.get("model") is not None:
@@ -52,7 +52,7 @@ def with_workload(data: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, 
 
 
 def without_requests(data: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a candidate's part of a run file; of the file's workload, only options are kept."""
+    """Return a candidate's part of a run file; of the file's workload, it keeps only options."""
     found = {name: value for name, value in data.items() if name != "workload"}
     if run.get("model") is not None:
         found.pop("model", None)
@@ -68,8 +68,8 @@ def without_requests(data: Mapping[str, Any], run: Mapping[str, Any]) -> dict[st
 def joined(own: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
     """Merge a file's workload with the common one, which takes precedence.
 
-    A trace or lengths of the common workload remove those of the file, and arrivals of another kind
-    replace the file's.
+    If the common workload has a trace or lengths, those of the file are removed; if it has arrivals
+    of another kind, they replace the file's.
     """
     found = dict(own)
     if any(common.get(name) is not None for name in SOURCES):

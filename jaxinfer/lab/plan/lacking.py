@@ -1,4 +1,4 @@
-"""Explains why no candidate meets the targets: the nearest one, and by how much it misses them."""
+"""Explains why no candidate meets the targets: how far the nearest one misses them."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from jaxinfer.simulate.targets import PercentileTargets, RequestTargets, Targets
 
 
 def why_nothing(tried: Sequence[tuple[Candidate, Score]], problem: Problem) -> str:
-    """Return a line with the nearest candidate, its figures and the required ones."""
+    """Return a line with the candidate that comes nearest, its figures and the required ones."""
     if not tried:
         return "the planner finds no candidates: no placement fits on the GPUs given"
     missed = [(c, s) for c, s in tried if s.figures]
@@ -32,7 +32,7 @@ def why_nothing(tried: Sequence[tuple[Candidate, Score]], problem: Problem) -> s
 
 
 def more_requests(enough: int | None) -> str:
-    """Return advice for targets that are met at any rate, with the number of requests if known."""
+    """Advise to use more requests if targets are met at any rate; give their number if known."""
     count = "more requests" if enough is None else f"{enough} requests or more"
     return f"give {count}, or tighter targets"
 

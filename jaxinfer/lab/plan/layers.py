@@ -6,11 +6,11 @@ from collections.abc import Sequence
 def even_times(
     total: int, fixed: Sequence[float], each: Sequence[float], most: Sequence[int]
 ) -> list[int] | None:
-    """Return layers that make the slowest stage as fast as possible; None if they do not fit.
+    """Return the layers of each stage that make the slowest stage fastest; None if they do not fit.
 
     Args:
-        fixed: seconds of each stage without layers.
-        each: seconds of each of its layers.
+        fixed: seconds that each stage takes without layers.
+        each: seconds that a layer takes on each stage.
         most: number of layers that each stage's memory can hold.
     """
     stages = range(len(each))
@@ -43,7 +43,7 @@ def even_times(
 
 
 def least_sum(total: int, each: Sequence[float], most: Sequence[int]) -> list[int] | None:
-    """Return the layers of each stage for the least total time: the fastest stages get most."""
+    """Return the layers of each stage that take the least time in total: the fastest get most."""
     if total < len(each) or sum(most) < total or min(most) < 1:
         return None
     layers = [1] * len(each)

@@ -36,9 +36,9 @@ FEW = 10
 
 
 def names_of(candidates: Sequence[Candidate], longest: int = 60) -> dict[tuple[object, ...], str]:
-    """Return short names of candidates by their keys: the axes in which they differ.
+    """Return short names of candidates by their keys, made from the axes in which they differ.
 
-    Words are used alone; numbers follow the last part of their axis' name.
+    A word stands alone; a number follows the last part of its axis's name.
     """
     axes = dict.fromkeys(name for candidate in candidates for name in candidate.axes)
     differ = [n for n in axes if len({str(c.axes.get(n)) for c in candidates}) > 1] or list(axes)

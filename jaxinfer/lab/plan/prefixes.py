@@ -1,4 +1,4 @@
-"""Upper bounds on the tokens that a prefix cache saves, and on those that requests share."""
+"""Upper bounds on how many tokens a prefix cache saves, and how many tokens requests share."""
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
@@ -22,7 +22,7 @@ class _Units(NamedTuple):
 
 
 def best_hits(work: Sequence[BenchRequest]) -> list[int]:
-    """Return for each prompt the most tokens that a cache may hold from other requests.
+    """Return, for each prompt, the most tokens that a cache may have from other requests.
 
     The requests may come in any order. If another whole prompt is a prefix of this one, the count
     is all tokens except the last, because that request's output may continue it. If the prompt's
@@ -56,7 +56,7 @@ class Shared(NamedTuple):
 
 
 def shared_pages(work: Sequence[BenchRequest], page_sizes: Collection[int]) -> Shared:
-    """Return what requests share if instances with these page sizes have prefix caches.
+    """Return what requests can share if instances with these page sizes have prefix caches.
 
     A page can also be shared if the output of another request may continue that request's prompt
     to the end of the page.

@@ -60,7 +60,7 @@ class Goal(Options):
     at_once: int = Field(default=8, ge=1)
 
     def model_post_init(self, context: object, /) -> None:
-        """Refuse two goals or none, and a rate that is missing or unused."""
+        """Refuse two goals, no goal, and a rate that is missing or unused."""
         if bool(self.maximise) == bool(self.minimise):
             raise JaxinferError("give either maximise or minimise")
         if self.minimise and self.rate is None:
@@ -70,7 +70,7 @@ class Goal(Options):
 
 
 class Replan(Options):
-    """Options for a placement that follows its load.
+    """Options for a placement that follows the load.
 
     Attributes:
         window_s: Length of the windows in which the load is measured, in seconds.
@@ -88,7 +88,7 @@ class Replan(Options):
     beside: Named[str] = Field(default_factory=dict)
 
     def model_post_init(self, context: object, /) -> None:
-        """Refuse both or neither of the reload options, and reserved names."""
+        """Refuse both reload options, neither of them, and reserved names."""
         if (self.reload_gb_s is None) == (self.reload_s is None):
             raise JaxinferError("give either reload_gb_s or reload_s")
         for name in ("replanned", "static", "oracle"):
@@ -149,7 +149,7 @@ class Problem(Options):
         """The workload's requests; their arrival times are ignored.
 
         Raises:
-            JaxinferError: there are none, or they cannot be read.
+            JaxinferError: there are no requests, or they cannot be read.
         """
         common = {name: value for name, value in self.run.items() if name not in _OF_CANDIDATES}
         try:
@@ -213,7 +213,7 @@ class Problem(Options):
 
 
 def merge(base: Mapping[str, Any], more: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """Merge two mappings and their nested mappings; otherwise values of ``more`` win.
+    """Merge two mappings and their nested mappings; a value in ``more`` replaces that in ``base``.
 
     Args:
         where: position in a run file; a name that stands for options there merges with others.
@@ -240,7 +240,7 @@ def load_problem(path: str | Path, settings: Sequence[str] = ()) -> Problem:
 
 
 def load_options(kind: type[T], what: str, path: str | Path, settings: Sequence[str]) -> T:
-    """Read a file of options, and apply settings.
+    """Read a file of options, and apply the settings to it.
 
     Args:
         what: kind of the file, for messages.

@@ -26,7 +26,7 @@ def make_planner(config: Mapping[str, Any]) -> Planner:
     """Make a new planner for one search.
 
     Args:
-        config: its ``name``, or ``my_module:MyPlanner``, and its options.
+        config: the planner's ``name``, or ``my_module:MyPlanner``, and its options.
 
     Raises:
         JaxinferError: the planner is unknown, or the options do not fit it.

@@ -42,7 +42,7 @@ class Choice:
 
     @property
     def interval(self) -> tuple[float, float, float] | None:
-        """Mean of the fresh rates, and the ends of its 95 % interval, by Student's t."""
+        """Mean of the fresh rates, and both ends of its 95 % interval by Student's t."""
         if len(self.fresh) < 2:
             return None
         mean = float(np.mean(self.fresh))
@@ -129,7 +129,7 @@ def refusals(search: DrivenSearch) -> str | None:
 
 
 def write_table(path: Path, table: Sequence[Mapping[str, Any]]) -> None:
-    """Write a CSV file; columns in the order in which they first occur, but ``refused`` last."""
+    """Write a CSV file; columns come in the order in which they first occur, ``refused`` last."""
     columns = list(dict.fromkeys(name for row in table for name in row))
     columns.sort(key="refused".__eq__)  # It comes last, because it is long.
     with path.open("w", newline="", encoding="utf-8") as file:
@@ -139,7 +139,7 @@ def write_table(path: Path, table: Sequence[Mapping[str, Any]]) -> None:
 
 
 def value_in_words(goal: Goal, value: float) -> str:
-    """Return a value of the goal in words, with its unit."""
+    """Return a value of the goal in words, with the unit."""
     if goal.minimise:
         return f"{-value:g} {COSTS[goal.minimise]} at {goal.rate:g} requests/s"
     return f"{value:.4g} requests/s{PER[goal.maximise or 'cluster']}"
@@ -182,7 +182,7 @@ def head(search: DrivenSearch, choice: Choice, name: str) -> list[str]:
 
 
 def capacity_command(problem: Problem, name: str) -> str:
-    """Return the command that finds the rate of the chosen run file again."""
+    """Return the command with which a user can find the rate of the chosen run file again."""
     goal = problem.goal
     words = ["jaxinfer capacity", shlex.quote(name), f"--slo {shlex.quote(goal.slo)}"]
     for option in ("attainment", "criterion", "requests_per_gpu", "precision"):
@@ -194,7 +194,7 @@ def capacity_command(problem: Problem, name: str) -> str:
 def write_run_file(
     path: Path, problem: Problem, candidate: Candidate, lines: list[str], force: bool = False
 ) -> None:
-    """Write the chosen candidate's run file, with its origin as a comment.
+    """Write the chosen candidate's run file, with a comment that says where it comes from.
 
     Args:
         force: overwrite existing files.
@@ -260,7 +260,7 @@ def in_full(search: DrivenSearch) -> list[tuple[Candidate, Score]]:
 
 
 def cost_of(search: DrivenSearch) -> Cost:
-    """Return dollars if all candidates have a price, otherwise GPUs."""
+    """Return the cost to compare: dollars if all candidates have a price, otherwise GPUs."""
     costs = [score.costs for _, score in search.tried.values() if score.costs]
     return "usd" if costs and all(each.usd is not None for each in costs) else "gpus"
 
@@ -268,7 +268,7 @@ def cost_of(search: DrivenSearch) -> Cost:
 def front_of(search: DrivenSearch) -> list[Candidate]:
     """Return the candidates of ``in_full`` on the Pareto front of cost and rate, cheapest first.
 
-    Among equal ones, the first that was tried counts.
+    Among equal candidates, the first that was tried counts.
     """
     of, found = cost_of(search), in_full(search)
     points = [(s.costs.amount(of), -s.rate) for _, s in found if s.costs]

@@ -1,4 +1,4 @@
-"""The common driver of all planners: decides which simulations run, and stores their results."""
+"""The common driver of all planners: decides which simulations to run, and stores their results."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -56,7 +56,7 @@ def _in_full(score: Score) -> bool:
 
 
 class MapSimulations(Protocol):
-    """``map``, or that of a pool of processes, called by several threads."""
+    """``map``, or the ``map`` of a pool of processes; several threads may call it."""
 
     def __call__(
         self, call: Evaluator, asked: Iterable[Simulation], /
@@ -65,7 +65,7 @@ class MapSimulations(Protocol):
 
 
 class Watcher:
-    """Receives a search's progress; this base class ignores it."""
+    """Is told of a search's progress; this base class ignores the news."""
 
     def expect(self, count: int) -> None:
         """Expect ``count`` more candidates."""
@@ -113,7 +113,7 @@ class DrivenSearch:
     # The functions that planners call.
 
     def scores(self, candidates: list[Candidate], rate: float | None = None) -> list[Score]:
-        """Return the full score of each candidate; those with equal keys are tried once.
+        """Return the full score of each candidate; candidates with equal keys are tried once.
 
         Args:
             rate: rate that a cluster must serve, instead of the goal's; candidates for different
@@ -136,14 +136,15 @@ class DrivenSearch:
         bound: Bound = lambda candidate: math.inf,
         guess: Guess | None = None,
     ) -> Candidate:
-        """Return the best candidate, with as little work as possible.
+        """Return the best candidate, with as few simulations as possible.
 
         Candidates with the best guesses, or else bounds, come first. Each must beat the
         ``goal.top``-th best of earlier waves; one that does not, at the required rate, is
-        abandoned. Among equal ones, the first wins.
+        abandoned. Among equal candidates, the first wins.
 
         Raises:
-            JaxinferError: none meets the targets, none is valid, or one meets them at any rate.
+            JaxinferError: no candidate meets the targets, none is valid, or one meets them at any
+                rate.
         """
         distinct, top = self._distinct(candidates), self.problem.goal.top
         self._watcher.expect(sum(c.key not in self.tried for c in distinct))
@@ -187,9 +188,9 @@ class DrivenSearch:
         return self.evaluator.costs(self.problem.run_file(candidate.part), candidate.uncounted)
 
     def fresh_rates(self, candidate: Candidate) -> list[float]:
-        """Return a candidate's largest rates with seeds that the search has not used, one each.
+        """Return a candidate's largest rates, one for each seed that the search has not used.
 
-        Empty if its targets are met at any rate with one of them.
+        The list is empty if, with one of the seeds, the targets are met at any rate.
         """
         goal = self.problem.goal
         seeds = range(goal.seeds, goal.seeds + goal.fresh_seeds)

@@ -1,4 +1,4 @@
-"""Progress of a search on stderr."""
+"""Shows the progress of a search on stderr."""
 
 import time
 from collections import Counter
@@ -36,7 +36,7 @@ class SearchProgress(Progress, Watcher):
         self._now = ""
 
     def expect(self, count: int) -> None:
-        """Expect more candidates in addition to earlier ones."""
+        """Expect ``count`` candidates in addition to earlier ones."""
         with self._lock:
             self._expected += count
             self._tell()
@@ -60,7 +60,7 @@ class SearchProgress(Progress, Watcher):
             self._tell()
 
     def left_s(self) -> float | None:
-        """Estimate the seconds left, if all candidates take as many simulations."""
+        """Estimate the seconds left, as if all candidates took equally many simulations."""
         full = [count for count in self._done if count]
         each = sum(full) / len(full) if full else float(SIMULATIONS)
         running = sum(min(count / each, 0.9) for count in self._running.values())

@@ -1,4 +1,4 @@
-"""A run's speed in its steady part, weighted by what the bound says each part of work is worth."""
+"""A run's speed in its steady part; the bound says how much each part of the work is worth."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ _STEADY = 0.15, 0.65
 
 
 class WorthDone:
-    """The worth of a run's work over time. Repeated work counts once.
+    """Adds up what a run's work is worth over time. Repeated work counts once.
 
     Args:
         bound: bound of the run's cluster and workload.
@@ -37,7 +37,7 @@ class WorthDone:
         self._worths: list[np.ndarray] = []
 
     def add_step(self, done: StepDone) -> None:
-        """Count the prompt chunks of a step that has ended."""
+        """Count the prompt chunks that a step has computed."""
         gained = 0.0
         for row in done.rows:
             request, stop = row.request, min(row.start + row.count, row.request.prompt_len)
@@ -59,9 +59,9 @@ class WorthDone:
     def share(self) -> float:
         """Return the rate of the run's steady part, divided by the bound's.
 
-        Work of requests that have not ended by then counts, too. The share is at most 1 for any
-        system, except for the steps that are in flight when the window begins (one or more per
-        instance), which count in full.
+        The work of requests that have not ended by the end of that part counts, too. The share is
+        at most 1 for any system, except for the steps that are in flight when the window begins
+        (one or more per instance), which count in full.
         """
         times, worths = np.concatenate(self._times), np.concatenate(self._worths)
         order = np.argsort(times, kind="stable")

@@ -1,4 +1,4 @@
-"""A small classifier of feature vectors, and its training.
+"""A small classifier of feature vectors, and how to train it.
 
 Shape suffixes: N examples, F features, D hidden units, K classes.
 """
@@ -89,7 +89,7 @@ def _step(
 
 @partial(jax.jit, static_argnums=0)
 def likeliest(graphdef: Any, state: Any, x_NF: Any) -> jax.Array:
-    """Return the likeliest class of each example, for a model split by ``nnx.split``."""
+    """Return the likeliest class of each example, given a model that ``nnx.split`` has split."""
     return jnp.argmax(nnx.merge(graphdef, state)(x_NF), -1)
 
 

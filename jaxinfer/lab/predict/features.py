@@ -1,4 +1,4 @@
-"""Features of a prompt, and the classes: buckets of the answer's length.
+"""Features of a prompt, and the classes to predict, which are buckets of the answer's length.
 
 Shape suffixes: N prompts, F features, K classes.
 """
@@ -43,7 +43,7 @@ class LengthBuckets:
 
 
 def bag_of_tokens(token_ids: Sequence[int], rows: int) -> np.ndarray:
-    """Hash a prompt's tokens and pairs of neighbours to a bag of norm 1, and add its log length.
+    """Hash a prompt's tokens and neighbouring pairs to a bag of norm 1, and add its log length.
 
     Args:
         rows: number of features of the bag; one more is the logarithm of the prompt's length.

@@ -22,12 +22,12 @@ _KIND = "jaxinfer length classifier"
 
 
 class About(Options):
-    """A classifier file's description of its contents.
+    """What a classifier's file says about the classifier.
 
     Attributes:
-        model: model whose answers it was trained on.
-        vocab_size: size of its vocabulary; prompts for others are refused if they can be
-            recognised.
+        model: model on whose answers the classifier was trained.
+        vocab_size: size of the model's vocabulary; prompts for other models are refused if they can
+            be recognised.
         granularity: see ``LengthBuckets``.
         cap: see ``LengthBuckets``.
         rows: see ``bag_of_tokens``.
@@ -43,7 +43,7 @@ class About(Options):
 
     @property
     def buckets(self) -> LengthBuckets:
-        """The classes."""
+        """The classes between which the classifier chooses."""
         return LengthBuckets(self.granularity, self.cap)
 
 
@@ -57,7 +57,7 @@ def train_on_prompts(
 
 
 def save(model: Classifier, about: About, path: Path) -> None:
-    """Write a classifier as a safetensors file."""
+    """Write a classifier to a safetensors file."""
     arrays = {name: np.asarray(value) for name, value in _parameters(model).items()}
     save_file(arrays, path, {"kind": _KIND, "about": about.model_dump_json()})
 
@@ -110,7 +110,7 @@ class LengthClassifierOptions(Options):
 
 
 class LengthClassifier:
-    """Predicts the likeliest bucket for a prompt.
+    """Predicts the likeliest bucket of an answer's length, given the prompt.
 
     Raises:
         JaxinferError: the file does not exist, or is not a classifier.
@@ -130,7 +130,7 @@ class LengthClassifier:
         self.bucket_of([0])
 
     def bucket_of(self, token_ids: Sequence[int]) -> int:
-        """Return the likeliest class of a prompt's answer; this runs on the CPU."""
+        """Return the likeliest class of the answer to a prompt; this runs on the CPU."""
         bag_F = bag_of_tokens(token_ids, self._about.rows)
         with jax.default_device(self._cpu):
             return int(self._likeliest(bag_F[None])[0])

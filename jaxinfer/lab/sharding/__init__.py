@@ -1,1 +1,1 @@
-"""Studies layouts: candidates priced by closed forms and checked by compilers."""
+"""Studies layouts: closed forms price the candidates, and compilers check them."""

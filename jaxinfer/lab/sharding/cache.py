@@ -17,10 +17,11 @@ _COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin
 
 
 class CompiledCache:
-    """A file for each compiled layer.
+    """Stores each compiled layer in a file.
 
     Args:
-        folder: created when something is stored; a user without a home directory stores nothing.
+        folder: folder for the files, created when one is stored; a user without a home directory
+            stores nothing.
         target, mesh, model, dtype: common to all jobs.
     """
 

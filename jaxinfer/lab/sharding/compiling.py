@@ -1,4 +1,4 @@
-"""A separate process that compiles layers in many layouts: jobs as JSON in, results as lines out.
+"""A separate process that compiles layers in many layouts, given jobs as JSON; prints the results.
 
 python -m jaxinfer.lab.sharding.compiling < jobs.json
 """
@@ -35,7 +35,7 @@ class LayerJob:
         layout: the layout as text, see ``as_text``.
         part: ``prefill``, ``decode`` or ``head``.
         tokens: number of tokens of the step.
-        context: KV entries that a decode sees, including its own.
+        context: number of KV entries that a decode sees, including its own.
     """
 
     name: str
@@ -47,7 +47,7 @@ class LayerJob:
 
 @dataclass(frozen=True)
 class Compiled:
-    """The compiler's result of a job.
+    """What the compiler made of a job.
 
     Attributes:
         collectives: kind -> (number of arrays, numbers that each device sends).

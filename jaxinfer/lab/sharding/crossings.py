@@ -11,7 +11,7 @@ SecondsOf = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Crossing:
-    """A number of tokens from which on ``faster`` takes less time than ``slower``."""
+    """The number of tokens from which on ``faster`` takes less time than ``slower``."""
 
     tokens: int
     faster: str
@@ -47,9 +47,9 @@ def crossings(seconds: Mapping[str, SecondsOf], counts: Sequence[int]) -> list[C
 
 
 def fastest(seconds: Mapping[str, SecondsOf], counts: Sequence[int]) -> list[tuple[int, str]]:
-    """Return the fastest layouts, each with the tokens from which on it is; first of equals.
+    """Return the fastest layouts, each with the number of tokens from which on it is the fastest.
 
-    Seconds may be infinite.
+    Of layouts that are equally fast, the first counts. Seconds may be infinite.
     """
     found: list[tuple[int, str]] = []
     marks = sorted({*counts, *(each.tokens for each in crossings(seconds, counts))})

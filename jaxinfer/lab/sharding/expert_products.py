@@ -10,7 +10,7 @@ from jaxinfer.pallas_kernels.choice import Grouped, grouped
 
 
 def ragged_matmul(x_RD: jax.Array, weight_EDF: jax.Array, count_E: jax.Array) -> jax.Array:
-    """Multiply with XLA, in the weights' dtype."""
+    """Multiply rows by their experts' weights with XLA, in the weights' dtype."""
     x_RD = x_RD.astype(weight_EDF.dtype)
     return jax.lax.ragged_dot(x_RD, weight_EDF, count_E, preferred_element_type=jnp.float32)
 

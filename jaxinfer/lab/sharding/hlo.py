@@ -32,7 +32,7 @@ _USED_AXIS = re.compile(r"'(\w+)'(?::\(\d+\)(\d+))?")
 
 
 def counted(found: Iterable[Collective]) -> Counts:
-    """Return closed-form counts by kind, in numbers."""
+    """Return how many collectives of each kind closed forms have, and the numbers they send."""
     totals: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
     for each in found:
         totals[each.kind][0] += 1
@@ -41,10 +41,10 @@ def counted(found: Iterable[Collective]) -> Counts:
 
 
 def counts(hlo: str) -> Counts:
-    """Return a compiled module's collectives by kind, in numbers.
+    """Return how many collectives of each kind a compiled module has, and the numbers they send.
 
-    ``dataflow.moved`` has the share that a ring sends: of an all-gather's result, and of a device's
-    input for the others.
+    ``dataflow.moved`` gives the share that a ring sends: of the result for an all-gather, and of a
+    device's input for other kinds.
     """
     totals: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
     channels: set[str] = set()

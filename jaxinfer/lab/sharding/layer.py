@@ -39,7 +39,7 @@ BLOCK = 512
 
 
 class Program:
-    """Programs of one model in one layout on one mesh.
+    """A layer and a head of one model, to be compiled in one layout on one mesh.
 
     Args:
         model: model whose heads and columns divide over the mesh, see ``shapes.padded``.
@@ -97,7 +97,7 @@ class Program:
         return self._put(weight, self._spec(letters_of(path), left))
 
     def layer_arguments(self, tokens: int, decodes: bool) -> tuple[Any, ...]:
-        """Return abstract residual stream, weights by path and, for decodes, keys and values."""
+        """Return an abstract residual stream, weights by path and, for decodes, keys and values."""
         residual = self.layout.activations.get("residual", {})
         x_TD = self._abstract((tokens, self.model.hidden_size), self._spec("TD", residual))
         weights = {
@@ -111,7 +111,7 @@ class Program:
         return x_TD, weights, (kv, kv)
 
     def head_arguments(self, rows: int) -> tuple[Any, ...]:
-        """Return abstract residual stream of the sampled rows, and the head."""
+        """Return an abstract residual stream of the sampled rows, and the head's weight."""
         D, V = self.model.hidden_size, self.model.vocab_size
         residual = self.layout.activations.get("residual", {})
         path = "embed_VD" if self.model.tie_word_embeddings else "head_VD"
@@ -127,7 +127,7 @@ class Program:
     def layer(
         self, x_TD: jax.Array, weights: Mapping[str, jax.Array], kv: Any
     ) -> tuple[jax.Array, Any]:
-        """Return the residual stream after the layer, and the new (or all) keys and values."""
+        """Return the residual stream after the layer, and keys and values: new ones, or all."""
         weight = {
             path.rpartition(".")[2]: self.for_use(path, array) for path, array in weights.items()
         }

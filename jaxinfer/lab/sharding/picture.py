@@ -29,10 +29,10 @@ def draw_seconds(
     asked: Mapping[str, int],
     title: str,
 ) -> None:
-    """Draw a panel for each phase, with at most four layouts.
+    """Draw a panel for each phase, with at most four layouts in each.
 
-    These are the fastest ones of any number of tokens, then the next ones of the number that was
-    asked for. A line ends where the step no longer fits the cards.
+    These layouts are the fastest for some number of tokens, then the next ones for the number in
+    the question. A line ends where the step no longer fits the cards.
 
     Args:
         seconds: phase -> layout -> seconds by tokens.

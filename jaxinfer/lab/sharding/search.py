@@ -41,7 +41,7 @@ class AxisAssignment:
         return ", ".join(said) or "whole"
 
     def layout(self, axes: tuple[str, ...]) -> Layout:
-        """Return the layout that follows, on a mesh with these axes."""
+        """Return the layout that follows from the assignment, on a mesh with these axes."""
 
         def table(**places: Place) -> Places:
             return {letter: place for letter, place in places.items() if place}
@@ -101,7 +101,7 @@ class PricedLayout:
 
 @dataclass(frozen=True)
 class Found:
-    """An assignment and the cost of its step."""
+    """An assignment, and the cost of its step."""
 
     assignment: AxisAssignment | PricedLayout
     cost: LayoutStepCost
@@ -109,9 +109,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Step:
-    """A step to find a layout for, see ``LayoutCosts.step``; ``entries``: all KV entries at its
-    end.
-    """
+    """A step to find a layout for, see ``LayoutCosts.step``; ``entries``: all KV at its end."""
 
     tokens: int
     sequences: int
@@ -120,7 +118,7 @@ class Step:
 
 
 class LayoutSearch:
-    """Searches the assignments of one model on one mesh.
+    """Searches the assignments of one model's axes on one mesh.
 
     Args:
         links: see ``LayoutCosts``.
@@ -143,7 +141,7 @@ class LayoutSearch:
         self.tried = 0
 
     def of_weights(self) -> list[AxisAssignment]:
-        """Return assignments of the axes that cut weights; each axis of a weight has its own.
+        """Return assignments of the axes that cut weights; no two axes of a weight share one.
 
         If heads and columns do not divide, they are padded, or KV heads are copied.
         """
@@ -171,7 +169,7 @@ class LayoutSearch:
         return found
 
     def with_tokens(self, assignment: AxisAssignment) -> Iterator[AxisAssignment]:
-        """Yield the same assignment with tokens on each set of mesh axes."""
+        """Yield an assignment with tokens cut over each set of mesh axes in turn."""
         a = assignment
         for tokens in self._places():
             yield AxisAssignment(a.rows, a.heads, a.columns, a.experts, tokens)
@@ -187,7 +185,7 @@ class LayoutSearch:
         return Found(assignment, costs.step(step.tokens, step.sequences, step.context))
 
     def best(self, step: Step, progress: Callable[[int], None] = lambda left: None) -> Found | None:
-        """Return the fastest assignment that fits, the first of equal ones; None if none fits.
+        """Return the fastest assignment that fits, the first among equals; None if none fits.
 
         Weights and KV do not depend on how tokens are cut. An assignment that has no memory for
         them, or that takes longer to read them than the best step, is not tried further.
@@ -249,7 +247,7 @@ def _apart(*places: Place) -> bool:
 
 
 def layout_file(assignment: AxisAssignment | PricedLayout, axes: tuple[str, ...]) -> str:
-    """Return a Python file with an assignment's layout, for ``engine.layout``."""
+    """Return a Python file that defines an assignment's layout, for ``engine.layout``."""
     layout = assignment.layout(axes)
     lines = ["from jaxinfer.models.layouts import Layout, Rule", "", f"# {assignment}."]
     lines += ["LAYOUT = Layout(", "    parameters=("]

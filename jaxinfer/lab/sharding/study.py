@@ -30,13 +30,13 @@ OF_DECODES = "S of KV pages: a prompt is one sequence, which one device would ke
 
 @dataclass(frozen=True)
 class LayoutQuestion:
-    """The question to answer for each layout.
+    """What to find out about each layout: a model, a mesh, and the steps.
 
     Attributes:
         mesh: axis -> number of devices.
         tokens: number of tokens of a prompt to prefill.
         sequences: number of sequences that decode.
-        context: KV entries that each of them sees, including its own.
+        context: number of KV entries that each of these sequences sees, including its own.
         links: link of each axis.
     """
 
@@ -53,7 +53,7 @@ class LayoutQuestion:
 
     @property
     def itemsize(self) -> int:
-        """Bytes per number."""
+        """Bytes of a number."""
         return ITEMSIZES[self.dtype]
 
     def job(self, name: str, layout: Layout, phase: str) -> LayerJob:
@@ -64,16 +64,16 @@ class LayoutQuestion:
         return LayerJob(name, as_text(layout, list(self.mesh)), phase, padded, context)
 
     def costs(self, layout: Layout) -> LayoutCosts:
-        """Return the closed forms of a layout."""
+        """Return the costs of a layout by closed forms."""
         return at_peaks(self.model, layout, self.mesh, self.card, self.links, self.itemsize)
 
     def step(self, costs: LayoutCosts, phase: str, tokens: int | None = None) -> LayoutStepCost:
-        """Return the costs of a phase's step, with other tokens if given."""
+        """Return the costs of a phase's step, with another number of tokens if given."""
         step = self.asked(phase, tokens)
         return costs.step(step.tokens, step.sequences, step.context)
 
     def asked(self, phase: str, tokens: int | None = None) -> Step:
-        """Return a phase's step, with other tokens if given."""
+        """Return a phase's step, with another number of tokens if given."""
         if phase == "prefill":
             prompt = tokens or self.tokens
             return Step(prompt, 1, 0, prompt)
@@ -83,7 +83,7 @@ class LayoutQuestion:
 
 @dataclass(frozen=True)
 class LayoutFinding:
-    """The findings on a layout in one phase, or on its head, which each step has once.
+    """What was found about a layout in one phase, or about its head, which each step has once.
 
     Attributes:
         phase: ``prefill``, ``decode`` or ``head``.
@@ -108,7 +108,7 @@ class LayoutFinding:
 
     @property
     def total_bytes(self) -> float:
-        """Bytes that one device needs."""
+        """Bytes that one device needs in total."""
         return self.cost.weight_bytes + self.kv_bytes + self.temporary_bytes
 
     @property
@@ -118,7 +118,7 @@ class LayoutFinding:
 
     @property
     def equal(self) -> bool:
-        """True if numbers of each kind are equal, and bytes equal within ``TOLERANCE``."""
+        """True if each kind has as many collectives, and bytes are equal within ``TOLERANCE``."""
         return alike(self.compiled, self.closed)
 
 
@@ -132,7 +132,7 @@ class RefusedLayout:
 
 
 def alike(one: Counts, two: Counts) -> bool:
-    """Tell whether numbers are equal, and bytes equal within ``TOLERANCE``."""
+    """Tell whether numbers of collectives are equal, and bytes equal within ``TOLERANCE``."""
     return one.keys() == two.keys() and all(
         one[kind][0] == two[kind][0]
         and abs(one[kind][1] - two[kind][1]) <= TOLERANCE * two[kind][1]
@@ -143,7 +143,7 @@ def alike(one: Counts, two: Counts) -> bool:
 def closed_forms(
     found: Sequence[Collective], target: CompileTarget
 ) -> tuple[Counts, tuple[str, ...]]:
-    """Return closed forms for a target's compiler, and notes on special cases for it."""
+    """Return the closed forms for a target's compiler, and notes on what is special about it."""
     notes = []
     if target.is_cpu and any(map(is_the_compilers, found)):
         notes.append("no reduce-scatter on CPU")
@@ -152,7 +152,7 @@ def closed_forms(
 
 
 def deviations(compiled: Counts, closed: Counts) -> tuple[str, ...]:
-    """Describe the differences of the compiler's collectives from closed forms."""
+    """Describe how the compiler's collectives differ from the closed forms."""
     if alike(compiled, closed):
         return ()
     if "collective-permute" in compiled:
@@ -162,7 +162,7 @@ def deviations(compiled: Counts, closed: Counts) -> tuple[str, ...]:
 
 
 def seconds_of(question: LayoutQuestion, layout: Layout, phase: str) -> SecondsOf:
-    """Return a function: seconds of a phase's step by its tokens, or by its sequences."""
+    """Return a function that gives the seconds of a phase's step from its tokens or sequences."""
     costs = question.costs(layout)
     return cache(lambda count: question.step(costs, phase, count).step.total)
 
@@ -170,7 +170,7 @@ def seconds_of(question: LayoutQuestion, layout: Layout, phase: str) -> SecondsO
 def where_it_fits(
     question: LayoutQuestion, layout: Layout, phase: str, seconds: SecondsOf
 ) -> SecondsOf:
-    """Return such a function that is infinite if weights and KV do not fit on a card."""
+    """Return ``seconds`` as a function that is infinite if weights and KV do not fit on a card."""
     costs = question.costs(layout)
     room = question.card.memory_gb * 1e9 - costs.weight_bytes
 
@@ -188,7 +188,7 @@ def study(
     cache_folder: Path,
     progress: Callable[[int], None] = lambda left: None,
 ) -> tuple[list[LayoutFinding], list[RefusedLayout]]:
-    """Compile a layer in each layout and phase, and price its step; return refused layouts, too.
+    """Compile and price a layer in each layout and phase; return findings and refused layouts.
 
     Args:
         layouts: layouts by the names or files that they were read from.

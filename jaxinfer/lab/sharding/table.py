@@ -1,4 +1,4 @@
-"""Tables of the costs of layouts, for the terminal and as CSV."""
+"""Tables of what layouts cost, for the terminal and as CSV."""
 
 import csv
 from collections.abc import Iterator, Mapping, Sequence
@@ -100,14 +100,14 @@ UNITS = (
 
 
 def link_line(question: LayoutQuestion) -> str:
-    """Return a line on the links that the seconds assume."""
+    """Return a line that describes the links that the seconds assume."""
     each_s = max(link.each_s for link in question.links.values())
     said = described(question.links, question.card, question.mesh)
     return f"bandwidth of a device: {said}; each collective adds {each_s * 1e6:g} us"
 
 
 def fastest_lines(fastest: Mapping[str, Sequence[tuple[int, str]]]) -> Iterator[str]:
-    """Yield a line per phase: from how many tokens on which layout is the fastest."""
+    """Yield a line per phase that says from how many tokens on which layout is the fastest."""
     for phase, found in fastest.items():
         if not found:
             continue
@@ -137,7 +137,7 @@ def write_csvs(
 def all_rows(
     question: LayoutQuestion, findings: Sequence[LayoutFinding], refused: Sequence[RefusedLayout]
 ) -> list[dict[str, object]]:
-    """Figures of all layouts in all phases, and after them the refused ones."""
+    """Return the figures of all layouts in all phases, followed by the refused layouts."""
     left_out = [
         {"layout": each.layout, "phase": each.phase, "fits": False, "refused": each.why}
         for each in refused
@@ -146,7 +146,7 @@ def all_rows(
 
 
 def row(question: LayoutQuestion, each: LayoutFinding) -> dict[str, object]:
-    """Return the figures of a layout in a phase; bytes are of one device."""
+    """Return the figures of a layout in a phase; bytes are those of one device."""
     found: dict[str, object] = {
         "layout": each.layout,
         "phase": each.phase,

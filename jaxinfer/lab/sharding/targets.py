@@ -1,4 +1,4 @@
-"""Devices to compile for without having them: forced host devices, TPUs, GPUs by description.
+"""Devices to compile for without having them: forced host devices, TPUs, and described GPUs.
 
 Use this module in a separate process: JAX must not have been started.
 """
@@ -16,7 +16,7 @@ _FORM = re.compile(r"(\w+):(\d+(?:x\d+)*)")
 
 @dataclass(frozen=True)
 class CompileTarget:
-    """A kind of devices that programs are compiled for.
+    """A kind of device for which programs are compiled.
 
     Attributes:
         kind: ``cpu``, one of ``GPUS``, or a kind of TPU such as ``v5e``.
@@ -62,21 +62,19 @@ class CompileTarget:
 
     @property
     def is_gpu(self) -> bool:
-        """True if XLA for CUDA compiles."""
+        """True if XLA for CUDA compiles the programs."""
         return self.kind in GPUS
 
     @property
     def is_cpu(self) -> bool:
-        """True if XLA for CPUs compiles, without 16-bit floats and reduce-scatters."""
+        """True if XLA for CPUs compiles the programs, without 16-bit floats and reduce-scatters."""
         return self.kind == "cpu"
 
     def __str__(self) -> str:
         return f"{self.kind}:{'x'.join(map(str, self.shape))}"
 
     def environment(self) -> dict[str, str]:
-        """Return environment variables of the process that compiles, which may need no local
-        device.
-        """
+        """Return environment variables with which a process compiles without local devices."""
         flags = os.environ.get("XLA_FLAGS", "")
         if self.is_cpu:
             flags += f" --xla_force_host_platform_device_count={self.devices}"
@@ -93,7 +91,7 @@ class CompileTarget:
 
 
 class GpuTarget(NamedTuple):
-    """Properties of a GPU that XLA asks for; memory in bytes, rate in bytes per second."""
+    """What XLA asks about a GPU; memory is in bytes, and the rate in bytes per second."""
 
     name: str
     capability: tuple[int, int]
@@ -141,7 +139,7 @@ def check_installed(target: CompileTarget) -> None:
     """Check that there is a compiler for a target, without starting JAX.
 
     Raises:
-        JaxinferError: it is not installed.
+        JaxinferError: the compiler is not installed.
     """
     plugins = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
     if target.is_gpu and not (find_spec("jax_plugins") and any(map(find_spec, plugins))):
@@ -151,7 +149,7 @@ def check_installed(target: CompileTarget) -> None:
 
 
 def devices_of(target: CompileTarget) -> list[Any]:
-    """Return the devices, in the process that compiles.
+    """Return the target's devices, in the process that compiles.
 
     Raises:
         JaxinferError: the plugin for them is not installed, or has no such devices.

@@ -1,1 +1,1 @@
-"""Measured TTFT and TPOT of real engines, compared with the simulator's."""
+"""Compares the simulator's TTFT and TPOT with those measured on real engines."""

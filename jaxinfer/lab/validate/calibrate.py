@@ -70,7 +70,7 @@ class MeasuredStep(Options):
 
     @property
     def work(self) -> Work:
-        """Return the work.
+        """The step's work.
 
         The chunk's last token is sampled, and a single token counts as a decode.
         """
@@ -86,10 +86,11 @@ class Calibration:
     """The result of a calibration.
 
     Attributes:
-        fitted: names of the numbers fitted to the points; the others are unchanged.
+        fitted: names of the numbers that were fitted to the points; the other numbers are
+            unchanged.
         mape: mean of the absolute relative errors.
         worst: largest relative error, with its sign.
-        worst_point: point of this error.
+        worst_point: point with this error.
         points: number of points.
     """
 

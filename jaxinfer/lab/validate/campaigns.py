@@ -1,4 +1,4 @@
-"""Campaigns of measurements: rules that make a run file from each row."""
+"""Campaigns of measurements, and rules that make a run file from each row of their results."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -31,7 +31,7 @@ _MOST_REQUESTS = 1_000_000
 
 
 class Client(Options):
-    """The requests of a point, by keys that rules set next to those of run files.
+    """How the client of a point sends requests, by keys that rules set next to those of run files.
 
     Attributes:
         rounds: Total number of requests, in multiples of the concurrency.
@@ -47,7 +47,7 @@ class Client(Options):
 
 
 class Above(Options):
-    """A condition on a number of the row: ``{above: 32}``."""
+    """A condition on a number in a row: ``{above: 32}``."""
 
     above: float
 
@@ -83,7 +83,7 @@ class Rule(Options):
                 raise within(f"set.{key}", error) from None
 
     def holds(self, point: Point, but: str = "") -> bool:
-        """Tell whether a row satisfies ``when``, in all columns or all but one."""
+        """Tell whether a row satisfies ``when``, in all columns or in all except one."""
         return all(_is(point, name, value) for name, value in self.when.items() if name != but)
 
 
@@ -104,7 +104,7 @@ class Campaigns(Options):
     rules: tuple[Rule, ...] = Field(strict=False)
 
     def check_columns(self, columns: Collection[str]) -> None:
-        """Refuse a rule that asks for a column which the points lack."""
+        """Refuse a rule that asks for a column that the points lack."""
         known = {*columns, *_NUMBERS, *COLUMNS, *OPTIONAL}
         asked = [(f"rule {r.name}: when", name) for r in self.rules for name in r.when]
         for where, name in [*asked, *(("named", name) for name in self.named)]:
@@ -137,7 +137,7 @@ class Campaigns(Options):
 
 @dataclass(frozen=True)
 class PointSetup:
-    """A point's engine and client.
+    """The engine and the client of a point.
 
     Attributes:
         data: contents of the run file, with the workload.
@@ -149,12 +149,12 @@ class PointSetup:
 
     @property
     def config(self) -> RunFile:
-        """Return the checked run file; raise JaxinferError if it is invalid."""
+        """The checked run file; raises JaxinferError if it is invalid."""
         return as_run_file(self.data)
 
     @property
     def simulated_as(self) -> str:
-        """The versions of the scheduler and the tables."""
+        """Versions of the scheduler and of the tables, as text."""
         found = []
         for path, key in ((("engine",), "like"), (("simulate", "tables"), "version")):
             at: Any = self.data
@@ -195,7 +195,7 @@ def launch(
         settings: dotted keys of the run file that take precedence over all rules.
 
     Raises:
-        JaxinferError: its model or card is unknown, or a key names no option.
+        JaxinferError: the point's model or card is unknown, or a key names no option.
     """
     row = point.row
     model = _name(campaigns.models, "model_path", row["model_path"])

@@ -1,4 +1,4 @@
-"""Experiments with stages of load: rows of a CSV, and the run file and requests of each.
+"""Experiments with stages of load: reads rows of a CSV, and makes each one's run file and requests.
 
 A row has the figures of one stage of an experiment, or of all (stage -1), and what other simulators
 predicted.
@@ -81,7 +81,7 @@ class Prompts(Options):
     shared: int = Field(ge=0)
 
     def tokens(self, length: int) -> list[list[int]]:
-        """Return all prompts in a random order."""
+        """Return all prompts, each of ``length`` tokens, in a random order."""
         found = []
         for group in range(self.groups):
             first = [group] * min(self.shared, length)
@@ -114,7 +114,7 @@ class Experiments(Options):
 
     @classmethod
     def read(cls, path: str) -> Self:
-        """Read such a file; raise JaxinferError if it is invalid."""
+        """Read a file that describes experiments; raise JaxinferError if it is invalid."""
         try:
             return cls.model_validate(read_yaml(Path(data_path(path))))
         except JaxinferError as error:
@@ -158,7 +158,7 @@ def is_experiments(path: Path) -> bool:
 
 
 def read_experiments(path: Path) -> list[StageRow]:
-    """Read the rows; an unreadable or repeated row has the reason in ``wrong``.
+    """Read the rows; if a row is unreadable or repeated, ``wrong`` says so.
 
     Raises:
         JaxinferError: the file cannot be read, or lacks a column.
@@ -223,7 +223,7 @@ def _milliseconds(text: str) -> float | None:
 
 @dataclass(frozen=True)
 class ExperimentSetup:
-    """An experiment's run file, as the contents of a YAML file, and its requests.
+    """An experiment's requests and run file, as the contents of a YAML file.
 
     Attributes:
         loads: number of requests and seconds of each stage.
@@ -242,7 +242,7 @@ class ExperimentSetup:
         return as_run_file(self.data)
 
     def requests(self) -> list[BenchRequest]:
-        """Requests at random times, as inference-perf draws them, at the rate of each stage."""
+        """Return requests at the rate of each stage, at random times as inference-perf draws."""
         rng = np.random.default_rng(0)
         tokens = self.prompts.tokens(self.prompt) if self.prompts else [None]
         prompts = itertools.cycle(tokens)

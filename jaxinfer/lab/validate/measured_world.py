@@ -32,7 +32,7 @@ Way = tuple[str, int, int]
 
 @dataclass
 class Measured:
-    """Measurements of a ledger, sorted by their subject.
+    """What a ledger measured, sorted by subject.
 
     Attributes:
         steps: times of steps, by instance and number of its losses so far, in order.
@@ -41,7 +41,8 @@ class Measured:
         arrivals: arrivals in order.
         losses: losses in order.
         predicted: predicted output tokens, by request.
-        ends: by request: reason of its end, number of its tokens, and details of the reason.
+        ends: for each request, the reason of its end, the number of its tokens, and details of the
+            reason.
         kv_token_s: seconds of one KV token, by source and destination.
         start: time at which the loop began.
         cached: pages that prefix caches had at the start.
@@ -69,17 +70,17 @@ class Measured:
     known: list[str] = field(default_factory=list)
 
     def predict(self, request: RequestState) -> tuple[int, int] | None:
-        """Return the recorded prediction."""
+        """Return the prediction that the real run recorded for a request."""
         return self.predicted.get(request.id)
 
     @property
     def known_requests(self) -> list[RequestState]:
-        """Requests whose uses of pages were known at the start, as far as they arrived."""
+        """Requests that arrived and whose uses of pages were known at the start."""
         arrived = {request.id: request for _, request in self.arrivals}
         return [arrived[name] for name in self.known if name in arrived]
 
     def check_stop(self, request: RequestState, token: int) -> Stop | None:
-        """End a request at the token where the real one ended because of its text or a NaN."""
+        """End a request at the token at which the real one ended because of its text or a NaN."""
         reason, count, detail = self.ends.get(request.id, ("", 0, None))
         if len(request.output_token_ids) != count:
             return None
@@ -89,7 +90,7 @@ class Measured:
 
 
 def measured(entries: Sequence[Entry]) -> Measured:
-    """Sort a ledger's measurements by their subject."""
+    """Sort what a ledger measured by subject."""
     found, lives, now = Measured(), defaultdict[str, int](int), 0.0
     for number, (kind, decided, given) in enumerate(entries):
         when = now, number
@@ -175,7 +176,7 @@ class MeasuredWorld(SimulatedWorld):
         return self._given.kv_token_s.get((source, dest), 0.0)
 
     def wake_at(self, time: float) -> None:
-        """Schedule a Tick for the time of the recorded one."""
+        """Schedule a Tick for the time at which the real one came."""
         if self._given.ticks:
             self._then(self._given.ticks.popleft(), Tick())
 
@@ -183,7 +184,7 @@ class MeasuredWorld(SimulatedWorld):
         """See SimulatedWorld.
 
         Raises:
-            JaxinferError: the loop waits for an event that the real one never received.
+            JaxinferError: the loop waits for an event that the real loop never received.
         """
         events = super().due_events()
         if not events and self._is_over:

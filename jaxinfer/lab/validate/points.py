@@ -1,4 +1,4 @@
-"""Measured points: rows of a CSV file with aiconfigurator's columns, and their valid uses."""
+"""Measured points: rows of a CSV file with aiconfigurator's columns, and which uses are valid."""
 
 import csv
 import math
@@ -75,17 +75,17 @@ class Point:
 
     @property
     def attention_dp(self) -> int:
-        """Number of groups of GPUs that attend to their own requests while all share experts."""
+        """Number of groups of GPUs that each attend to their own requests, but share experts."""
         return max(self.moe_ep * self.moe_tp // max(self.tp, 1), 1)
 
     @property
     def group(self) -> tuple[str, ...]:
-        """Model, card, backend and backend version."""
+        """The point's model, card, backend and backend version."""
         return tuple(self.row[n] for n in ("model_path", "system", "backend", "backend_version"))
 
     @property
     def series(self) -> tuple[object, ...]:
-        """Key that is equal for points that differ only in concurrency."""
+        """Key that is equal for points that differ only in their concurrency."""
         names = ("precision", "gemm_quant_mode", "mode", "pp_size", "moe_tp_size", "moe_ep_size")
         others = (self.row.get(name, "") for name in names)
         return (*self.group, self.isl, self.osl, self.tp, *others)
@@ -98,12 +98,12 @@ class Point:
 
 @dataclass(frozen=True)
 class Use:
-    """The metrics that a point may be used for.
+    """For which metrics a point may be used.
 
     Attributes:
-        tpot: whether it counts for TPOT.
-        ttft: whether it counts for TTFT.
-        why: reason if not, otherwise empty.
+        tpot: whether the point counts for TPOT.
+        ttft: whether the point counts for TTFT.
+        why: reason why the point does not count for one of them; otherwise empty.
     """
 
     tpot: bool
@@ -112,7 +112,7 @@ class Use:
 
 
 def read_points(path: Path) -> list[Point]:
-    """Read a file of points; a point whose row cannot be read says what is wrong.
+    """Read a file of points; in a point whose row cannot be read, ``wrong`` says why.
 
     Raises:
         JaxinferError: the file cannot be read, lacks a column, or has one twice.
@@ -211,7 +211,7 @@ def _number(name: str, text: str, least: float, wanted: str) -> float:
 
 
 def uses(points: Sequence[Point]) -> list[Use]:
-    """Decide what each point may be used for, by rules that do not depend on predictions."""
+    """Decide for which metrics each point may be used; the rules do not depend on predictions."""
     twice = set(_duplicates(points))
     some_stated = any(point.states_concurrency for point in points if not point.wrong)
     falling = _falling_groups([p for n, p in enumerate(points) if n not in twice and not p.wrong])

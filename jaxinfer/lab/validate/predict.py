@@ -11,7 +11,7 @@ from jaxinfer.simulate.run import simulate
 
 
 def predict(asked: PointSetup) -> dict[str, Any]:
-    """Return ``ttft_ms`` and ``tpot_ms``, means over all requests; or ``refused`` with a reason."""
+    """Return mean ``ttft_ms`` and ``tpot_ms`` over all requests, or ``refused`` with the reason."""
     arrivals = asked.data["workload"]["arrivals"]
     figures = RequestTimes(arrivals["concurrency"])
     try:
@@ -23,7 +23,7 @@ def predict(asked: PointSetup) -> dict[str, Any]:
 
 
 class RequestTimes:
-    """Times of a run's requests, with those of the first wave kept separately.
+    """Collects the times of a run's requests, and separately those of the first wave.
 
     Args:
         at_once: number of requests in the first wave.
@@ -44,7 +44,7 @@ class RequestTimes:
             self._times["tpot"][late].append((times[-1] - times[0]) / (len(times) - 1))
 
     def mean(self, name: str, first_wave: float | None) -> float:
-        """Return mean seconds over all requests, or with this weight of the first wave."""
+        """Return mean seconds over all requests, or with this weight for the first wave."""
         first, others = self._times[name]
         if first_wave is None or not others:
             return statistics.fmean([*first, *others])

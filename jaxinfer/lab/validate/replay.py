@@ -36,7 +36,7 @@ from jaxinfer.workload.lengths import BenchRequest
 
 @dataclass(frozen=True)
 class ProfiledTimes:
-    """Step times from a real instance's profile.
+    """The step times in a real instance's profile.
 
     Attributes:
         slowdowns: emulated slowdown of each stage.
@@ -69,8 +69,8 @@ def replay(folder: Path, out: Path) -> tuple[RunRecord, RunRecord]:
         The real run and the simulated one.
 
     Raises:
-        JaxinferError: the run cannot be read, is not a real one, used its prefix cache, or one of
-            its instances has no profile, or has attention or FFN groups.
+        JaxinferError: the run cannot be read, is not a real one, or used its prefix cache; or one
+            of its instances has no profile, or has attention or FFN groups.
     """
     real = read_run(folder, "real")
     run = real.run
@@ -124,7 +124,7 @@ def profile_of(folder: Path, name: str, described: Mapping[str, Any]) -> Profile
     """Read the profile that an instance of a real run used.
 
     Raises:
-        JaxinferError: it no longer exists.
+        JaxinferError: the profile no longer exists.
     """
     return read_profile(profile_file(folder, name, described))
 
@@ -142,7 +142,7 @@ def profile_file(
         kept: returns the file to read, given the path of the profile of whole steps.
 
     Raises:
-        JaxinferError: it no longer exists.
+        JaxinferError: the profile no longer exists.
     """
     paths = [kept(at / f"{described['profile']}.json") for at in (folder, profile_folder())]
     for path in paths:
@@ -206,7 +206,7 @@ def _paths(
 
 
 def fidelity(real: RunRecord, simulated: RunRecord) -> Table:
-    """Return a table of both runs' figures and their differences."""
+    """Return a table of the figures of both runs, and of the differences."""
     table = Table(box=None, pad_edge=False)
     for column in ("", "real", "simulated", "difference"):
         table.add_column(column, justify="right" if column else "left")

@@ -32,11 +32,12 @@ Real = Mapping[str, Any]
 
 
 def read_requests(path: Path) -> list[Real]:
-    """Read vLLM's timings of the answered requests; adds ``arrival`` on a common clock.
+    """Read vLLM's timings of the answered requests; add ``arrival`` by a common clock.
 
     Raises:
-        JaxinferError: the file cannot be read; or a line's field is missing, invalid, or in
-            contradiction to another one. (A run without that request would be another run.)
+        JaxinferError: the file cannot be read; or a field of a line is missing or invalid, or
+            contradicts another field. (The request is not left out, because the run would then be
+            another one.)
     """
     wrong, answered = [], []
     for number, raw in numbered_lines(path):
@@ -90,7 +91,7 @@ def _is_number(value: object) -> bool:
 
 
 def simulated(config: RunFile, real: Sequence[Real], out: Path) -> RunRecord:
-    """Serve the logged requests on the modelled machine.
+    """Serve the logged requests on the modelled machine, and return the run's record.
 
     No two prompts have a common prefix, but a preempted one finds its own pages in a prefix cache.
     """
@@ -112,7 +113,7 @@ def simulated(config: RunFile, real: Sequence[Real], out: Path) -> RunRecord:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of a whole log in seconds: measured and simulated."""
+    """A figure of a whole log, measured and simulated, in seconds."""
 
     name: str
     measured: float
@@ -120,12 +121,12 @@ class Figure:
 
     @property
     def error(self) -> float:
-        """Return (simulated - measured) / measured."""
+        """The relative error: (simulated - measured) / measured."""
         return self.simulated / self.measured - 1
 
     @property
     def line(self) -> str:
-        """The figure in words."""
+        """The figure as a line of text."""
         both = f"vLLM {self.measured:9.4f}  simulated {self.simulated:9.4f}"
         return f"{f'{self.name} (s)':15} {both}  {self.error:+.1%}"
 

@@ -28,7 +28,7 @@ from jaxinfer.steps.profile import Profile
 
 
 class LedgerCheck(NamedTuple):
-    """A comparison of a real run's ledger with the simulator's for the same events.
+    """How a real run's ledger compares with the one that the simulator makes for the same events.
 
     Args:
         difference: description of the first difference, or None.
@@ -152,7 +152,7 @@ def decide_again(folder: Path, run: Mapping[str, Any], given: Measured) -> list[
 
 
 def run_to_its_end(loop: ServingLoop, ledger: Ledger) -> None:
-    """Run a loop; if it diverges from the recorded events, its ledger ends there."""
+    """Run a loop; if it diverges from the recorded events, end its ledger there."""
     try:
         loop.run()
     except Exception as error:

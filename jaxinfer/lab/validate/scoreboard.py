@@ -1,4 +1,4 @@
-"""Compares the errors of jaxinfer and other simulators on experiments, for each figure."""
+"""Compares how far jaxinfer and other simulators are off on experiments, for each figure."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ Figures = Mapping[str, float]
 
 
 def predict_experiment(asked: ExperimentSetup) -> dict[str, Any]:
-    """Return each stage's figures in milliseconds, or ``refused`` with the reason for none."""
+    """Return each stage's figures in milliseconds, or ``refused`` with the reason."""
     work = asked.requests()
     ends = np.cumsum([count for count, _ in asked.loads])
     times: list[list[tuple[float, float, float]]] = [[] for _ in ends]
@@ -62,14 +62,14 @@ class ScoredRow:
 
     @property
     def cells(self) -> dict[str, Any]:
-        """The given columns and ours."""
+        """The given columns, followed by ours."""
         return dict(self.row.row) | {
             f"{OURS}:{name}": round(self.ours[name], 3) if self.ours else "" for name in FIGURES
         } | {"why": self.why}  # fmt: skip
 
 
 def errors(rows: Sequence[ScoredRow], simulator: str, figure: str) -> list[float]:
-    """Relative errors of one simulator on the rows for which we have predictions."""
+    """Return one simulator's relative errors on the rows for which we have predictions."""
     found = []
     for each in rows:
         theirs = each.ours if simulator == OURS else each.row.predicted.get(simulator, {})
@@ -79,10 +79,10 @@ def errors(rows: Sequence[ScoredRow], simulator: str, figure: str) -> list[float
 
 
 def score(rows: Sequence[ScoredRow]) -> dict[str, list[dict[str, Any]]]:
-    """Return the simulators for each figure, in ascending order of the median absolute error.
+    """Return the simulators for each figure, the least median absolute error first.
 
-    Each has ``n`` rows, ``median`` and ``p90`` of the absolute error, the median ``bias``, and
-    ``ours``, the median of our absolute error on the same rows.
+    Each entry has the number ``n`` of rows, ``median`` and ``p90`` of the absolute error, the
+    median ``bias``, and ``ours``, the median of our absolute error on the same rows.
     """
     simulators = dict.fromkeys([OURS, *(name for each in rows for name in each.row.predicted)])
     found: dict[str, list[dict[str, Any]]] = {}

@@ -33,22 +33,22 @@ class Compared:
 
     @property
     def is_predicted(self) -> bool:
-        """True if there are figures."""
+        """True if the point has predicted figures."""
         return self.found is not None and "refused" not in self.found
 
     def predicted(self, name: str) -> float:
-        """Return a figure in predicted milliseconds; E2E is for a request of nominal length."""
+        """Return a predicted figure in milliseconds; ``e2e`` is for a request of nominal length."""
         assert self.found
         if name != "e2e":
             return float(self.found[f"{name}_ms"])
         return self.predicted("ttft") + (self.point.osl - 1) * self.predicted("tpot")
 
     def counts(self, name: str) -> bool:
-        """Tell whether it counts for a figure; a request's whole time includes its TTFT."""
+        """Tell whether the point counts for a figure; a request's whole time includes its TTFT."""
         return self.is_predicted and (self.use.tpot if name == "tpot" else self.use.ttft)
 
     def error(self, name: str) -> float:
-        """Return (predicted - measured) / measured."""
+        """Return the relative error of a figure: (predicted - measured) / measured."""
         measured: float = getattr(self.point, f"{name}_ms")
         return self.predicted(name) / measured - 1
 
@@ -59,7 +59,7 @@ class Compared:
 
     @property
     def row(self) -> dict[str, Any]:
-        """Return the given columns and ours."""
+        """The given columns, followed by ours."""
         usable = "" if not self.use.tpot else "both" if self.use.ttft else "tpot"
         ours = {
             f"{name}_ms": self.predicted(name) if self.is_predicted else ""
@@ -84,7 +84,7 @@ def _own_name(name: str, taken: Collection[str], ours: Collection[str]) -> str:
 
 
 def summarise(compared: Sequence[Compared]) -> dict[str, dict[str, Any]]:
-    """Return errors by group, and those of all points.
+    """Return the errors of each group of points, and those of all points.
 
     Each has ``n``, a group's ``simulated_as``, and for TPOT, TTFT and a request's whole time the
     median and the 90th percentile of \\|error\\|, the median error, and Kendall's tau between both.

@@ -21,8 +21,8 @@ class Limits:
         ttft_s: target in seconds for a request's first token.
         atgt_s: target in seconds for the mean time of each further token.
         theta: share of the limits of (b) and (d) that may be used.
-        gamma: share of its output tokens that a request counts with in (b); with 0, the first
-            iteration must meet the target, with 1 the last one.
+        gamma: share of a request's output tokens that counts in (b); with 0, the first iteration
+            must meet the target, with 1 the last one.
         room: KV entries of the whole pool.
         page_size: KV entries of a page.
     """
@@ -37,9 +37,7 @@ class Limits:
     page_size: int = 1
 
     def most_context(self, batch: int) -> float:
-        """Return the KV entries of ``batch`` decodes at which an iteration takes ``atgt_s`` (eq.
-        4).
-        """
+        """Return the KV entries at which ``batch`` decodes take ``atgt_s`` per step (eq. 4)."""
         left = self.atgt_s - self.decode.constant - self.decode.per_sequence * batch
         if self.decode.per_context > 0:
             return left / self.decode.per_context
@@ -48,13 +46,13 @@ class Limits:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request on a worker. All counts are in tokens.
+    """A request that was given to a worker. All counts are in tokens.
 
     Attributes:
         longest: largest number of KV entries, by its token limit.
-        predicted: output tokens predicted when it was placed.
+        predicted: output tokens predicted when the request was placed.
         expected: output tokens expected now.
-        done: output tokens at the last look at its worker.
+        done: output tokens when the worker was last looked at.
         prefills: whether the worker also computes its prompt; if not, (c) and (d) do not apply.
     """
 
@@ -68,7 +66,7 @@ class Job:
 
     @property
     def output(self) -> int:
-        """Number of output tokens to count: the expected number, or those done if they are more."""
+        """Number of output tokens to count: those expected, or those done if they are more."""
         return max(self.expected, self.done)
 
     def entries(self, page_size: int) -> tuple[int, int]:
@@ -78,7 +76,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Seen:
-    """State of a worker's requests, which must be read from the worker itself.
+    """The state of a worker's requests that only the worker itself knows.
 
     Attributes:
         prompt_tokens: number of prompt tokens still to be computed.
@@ -91,7 +89,7 @@ class Seen:
 
 @dataclass(slots=True, eq=False)
 class WorkerAccount:
-    """An instance, and the account of the requests given to it.
+    """An instance, and an account of the requests given to it.
 
     Attributes:
         empty_since: time in seconds; valid while ``jobs`` is empty.
@@ -121,14 +119,14 @@ class WorkerAccount:
         return job
 
     def update(self, job: Job, done: int, expected: int) -> None:
-        """Record the output tokens of a request, and the total number expected."""
+        """Record a request's output tokens so far, and the total number expected."""
         self._outputs -= job.output
         job.done, job.expected = done, expected
         self._outputs += job.output
 
     @property
     def context(self) -> float:
-        """The left side of (b)."""
+        """KV entries that the worker's requests are counted with: the left side of (b)."""
         return self._prompts + self.limits.gamma * self._outputs
 
     @property
@@ -138,11 +136,11 @@ class WorkerAccount:
 
     @property
     def seconds(self) -> float:
-        """Time of an iteration of all its requests, in seconds (eq. 3)."""
+        """Seconds of an iteration with all of the worker's requests (eq. 3)."""
         return self.limits.decode.seconds(self.context, len(self.jobs))
 
     def usd_of(self, job: Job) -> float:
-        """Return a request's dollars per hour, by its share of the free context (b) or room (e)."""
+        """Return a request's dollars per hour: its share of the free context (b) or room (e)."""
         limits, decode = self.limits, self.limits.decode
         context = job.prompt + limits.gamma * job.output
         seconds = decode.per_context * context + limits.theta * decode.per_sequence
@@ -150,13 +148,13 @@ class WorkerAccount:
         return self.usd * max(of_time, sum(job.entries(limits.page_size)) / limits.room)
 
     def decodes_in_time(self, job: Job) -> bool:
-        """(b): with one more request, iterations are still short enough."""
+        """Tell whether (b) holds: with one more request, iterations are still short enough."""
         limits = self.limits
         context = self.context + job.prompt + limits.gamma * job.output
         return context <= limits.theta * limits.most_context(len(self.jobs) + 1)
 
     def prefills_in_time(self, job: Job, seen: Seen) -> bool:
-        """(c), (d): its prompt is in time after waiting ones, and uses time that others saved."""
+        """Tell whether (c) and (d) hold: the prompt is in time, and uses time that others saved."""
         limits = self.limits
         if not job.prefills:
             return True
@@ -164,18 +162,18 @@ class WorkerAccount:
         return seconds <= limits.ttft_s and seconds <= limits.theta * seen.slack_s
 
     def has_room(self, job: Job) -> bool:
-        """(e): KV entries suffice for all in each future iteration, and for it up to its limit."""
+        """Tell whether (e) holds: KV entries suffice for all, and for this request at its limit."""
         room, size = self.limits.room, self.limits.page_size
         entries = [each.entries(size) for each in (*self.jobs.values(), job)]
         return peak_entries(entries) <= room and job.longest <= room
 
 
 def takes(worker: WorkerAccount, job: Job, see: Callable[[WorkerAccount], Seen]) -> bool:
-    """Tell whether a worker has room for a request by (b) to (e).
+    """Tell whether a worker has room for a request, by (b) to (e).
 
     Args:
-        see: looks at a worker, which updates its requests' output tokens. Their number may grow but
-            never shrinks, so a worker without room by (b) need not be looked at.
+        see: looks at a worker, and updates the output tokens of its requests. Their number never
+            shrinks, so a worker without room by (b) need not be looked at.
     """
     if not worker.decodes_in_time(job):
         return False
@@ -201,7 +199,7 @@ def best_fit(
 
 
 def fits_alone(job: Job, workers: Iterable[WorkerAccount], late: float = 0.0) -> bool:
-    """Tell whether one of these workers, if empty, could take a request and meet its target.
+    """Tell whether any of these workers, if empty, could take a request and meet its target.
 
     Args:
         late: seconds that the request has waited.

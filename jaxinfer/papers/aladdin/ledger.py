@@ -1,4 +1,4 @@
-"""Aladdin's accounts: the requests given to each worker, and the errors of predictions."""
+"""Aladdin's accounts: which requests each worker has, and how wrong their predictions are."""
 
 import math
 from collections import Counter, defaultdict
@@ -15,7 +15,7 @@ from jaxinfer.systems.instances import capacity, most_entries
 def limits_of(
     instance: InstanceView, ttft_s: float, atgt_s: float, theta: float, gamma: float
 ) -> Limits:
-    """Return the limits of a worker, from the fits of its steps.
+    """Return a worker's limits, given the fits of its step times.
 
     Raises:
         JaxinferError: each iteration takes too long, or step times are not known.
@@ -36,13 +36,13 @@ def limits_of(
 
 
 class WorkerLedger:
-    """Workers by name, and the requests on them.
+    """The accounts of all workers, by name.
 
     Args:
         limits: returns the limits of an instance.
         grant_gap: whether a decoding request has also saved the gap that has begun: as the paper
             prints (d), it has its target for each token, including the first.
-        usd: returns the dollars per hour of a worker by its name.
+        usd: returns the dollars per hour of a worker, given its name.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class WorkerLedger:
         self._slack: dict[str, float] = {}
 
     def look(self, cluster: ClusterView, *names: Sequence[str]) -> tuple[list[WorkerAccount], ...]:
-        """Return lists of workers in their present state; accounts of lost workers are closed."""
+        """Return lists of workers in their present state; close the accounts of lost workers."""
         self._cluster = cluster
         self._given.clear()
         self._slack.clear()
@@ -80,7 +80,7 @@ class WorkerLedger:
         return self._workers[name]
 
     def job(self, request: RequestView, prefills: bool) -> Job:
-        """Return the job for a request to be placed, with a fresh prediction."""
+        """Return the job of a request that is to be placed, with a fresh prediction."""
         done = request.num_known - request.prompt_len
         expected = self._expected(request, done)
         longest = most_entries(request)
@@ -125,7 +125,7 @@ class WorkerLedger:
             self._early[worker.name] = [each for each in early if each[0] > now]
 
     def see(self, worker: WorkerAccount) -> Seen:
-        """Read a worker's state, once per call, and update its requests' output tokens."""
+        """Read a worker's state, once per call, and update the output tokens of its requests."""
         instance = self._cluster.instances[worker.name]
         if worker.name not in self._slack:
             self._slack[worker.name] = self._least_slack(worker, instance)
@@ -162,7 +162,7 @@ class WorkerLedger:
         return Errors(worker.limits.decode, tokens, len(longer) - len(shorter))
 
     def rebalance(self, workers: Sequence[WorkerAccount]) -> dict[str, str]:
-        """Return requests that have not started and move to another worker, as recorded."""
+        """Move requests that have not started, and return each one's new worker."""
         by_name = {worker.name: worker for worker in workers}
         for worker in workers:
             self.see(worker)

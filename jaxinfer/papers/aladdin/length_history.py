@@ -1,11 +1,11 @@
-"""Predicts lengths of answers from past ones (Aladdin, sections 2.3 and 4.3)."""
+"""Predicts the lengths of answers from past answers (Aladdin, sections 2.3 and 4.3)."""
 
 from bisect import bisect_right, insort
 from collections import defaultdict
 
 
 class History:
-    """Past answers, by the binned length of their prompts.
+    """The lengths of past answers, in bins by the length of their prompts.
 
     Each bin ends at twice the length at which the previous bin ends.
     """
@@ -24,16 +24,14 @@ class History:
         self._sum += output
 
     def mean(self, prompt_len: int) -> int | None:
-        """Return the mean tokens of answers in the prompt's bin, or else of all; None
-        without any.
-        """
+        """Return the mean length of answers in the prompt's bin, or else of all, or None."""
         number = prompt_len.bit_length()
         if found := self._bins.get(number):
             return max(round(self._sums[number] / len(found)), 1)
         return max(round(self._sum / self._count), 1) if self._count else None
 
     def mean_above(self, prompt_len: int, output: int) -> int | None:
-        """Return the mean of answers longer than ``output`` in the bin; None without any."""
+        """Return the mean length of the bin's answers longer than ``output``; None without any."""
         found = self._bins.get(prompt_len.bit_length(), [])
         longer = found[bisect_right(found, output) :]
         return round(sum(longer) / len(longer)) if longer else None

@@ -69,7 +69,7 @@ class AladdinPlannerOptions(Options):
 
 
 class AladdinPlanner:
-    """Finds the fewest workers, trying one size after the other, or the cheapest mix."""
+    """Finds the fewest workers by trying one size after another, or finds the cheapest mix."""
 
     Options = AladdinPlannerOptions
 
@@ -192,14 +192,14 @@ class WorkerSize:
 
     Args:
         part: part of a run file.
-        group: name of the group in it.
-        instance: name of the instance in it.
+        group: name of the part's group.
+        instance: name of the part's instance.
 
     Attributes:
         gpus: number of GPUs of a worker.
         cost: cost of a worker, in the unit to minimise.
-        most: its output tokens per second and GPU, by eq. 6.
-        rate: requests per second that it can serve by eq. 6.
+        most: output tokens per second and GPU of such workers, by eq. 6.
+        rate: requests per second that a worker can serve, by eq. 6.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class WorkerSize:
         self.guess = self.guess_at(goal.rate or 0.0)
 
     def guess_at(self, rate: float) -> float:
-        """Return the number of workers for a rate, by eq. 6."""
+        """Return how many workers a rate needs, by eq. 6."""
         return math.ceil(rate / self.rate) if self.rate else math.inf
 
     def candidate(

@@ -1,4 +1,4 @@
-"""Moves requests that have not started to workers with shorter answers than predicted.
+"""Moves requests that have not started to workers whose answers are shorter than predicted.
 
 This is Aladdin's Algorithm 2 (section 4.3). Our reading: a worker's error is the part of an
 iteration's time that was not predicted, and the sum of the absolute errors should be small.
@@ -25,18 +25,16 @@ class Errors:
 
     @property
     def seconds(self) -> float:
-        """Unpredicted seconds of an iteration."""
+        """Seconds by which an iteration takes longer than predicted."""
         return self.fit.per_context * self.tokens + self.fit.per_sequence * self.requests
 
     def plus(self, predicted: int, count: int = 1) -> "Errors":
-        """Return the errors with one more request of this predicted length; with ``count`` -1, one
-        less.
-        """
+        """Return the errors with one more request of this length; with ``count`` -1, one less."""
         return Errors(self.fit, self.tokens + count * predicted, self.requests + count)
 
 
 def total(errors: Mapping[str, Errors]) -> float:
-    """Return the sum over workers of an iteration's absolute error in seconds."""
+    """Return the sum of all workers' absolute errors per iteration, in seconds."""
     return sum(abs(each.seconds) for each in errors.values())
 
 
@@ -45,7 +43,7 @@ def rebalance(
     unstarted: Mapping[str, Mapping[str, int]],
     move: Callable[[str, str, str], bool],
 ) -> dict[str, Errors]:
-    """Move requests, one by one, from the worst worker to its opposite, while that helps.
+    """Move requests, one by one, from the worst worker to its opposite, as long as that helps.
 
     Args:
         unstarted: by worker, the requests that may move, and their predicted lengths.

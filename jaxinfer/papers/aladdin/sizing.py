@@ -1,4 +1,4 @@
-"""Sizes and numbers of workers by Aladdin's eqs. 6 and 7, and by search."""
+"""Finds sizes and numbers of workers by Aladdin's eqs. 6 and 7, and by search."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from jaxinfer.workload.lengths import BenchRequest
 
 @dataclass(frozen=True)
 class MeanRequest:
-    """The mean decode, over all iterations.
+    """The mean decode over all iterations.
 
     Attributes:
         context: KV entries that a decode sees; a request counts once for each of its output tokens.
@@ -36,8 +36,8 @@ class MostTokens:
     """Eq. 6: the largest number of output tokens per second and GPU for workers of a given size.
 
     Attributes:
-        by_memory: with as many requests as the pool holds.
-        by_target: with as many requests as the target allows in an iteration.
+        by_memory: number if an iteration has as many requests as the pool holds.
+        by_target: number if an iteration has as many requests as the target allows.
     """
 
     by_memory: float
@@ -45,7 +45,7 @@ class MostTokens:
 
     @property
     def least(self) -> float:
-        """The lower of the two, which applies."""
+        """The smaller of the two numbers, which applies."""
         return min(self.by_memory, self.by_target)
 
 
@@ -68,7 +68,7 @@ def most_tokens(
 
 @dataclass(frozen=True)
 class WorkerCount:
-    """Eq. 7: number of workers as a function of the request rate."""
+    """Eq. 7, which gives the number of workers as a function of the request rate."""
 
     per_rate: float
     constant: float
@@ -80,7 +80,7 @@ class WorkerCount:
 
 
 def fit_workers(found: Sequence[tuple[float, int]]) -> WorkerCount:
-    """Fit a line to rates and their smallest numbers of workers, by least squares.
+    """Fit a line to rates and the smallest numbers of workers for them, by least squares.
 
     The smallest number is rounded up; on average, it exceeds the line by half a worker.
 

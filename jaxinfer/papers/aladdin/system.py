@@ -51,21 +51,21 @@ class AladdinOptions(Options):
     usd_per_hour: Named[Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
 
     def model_post_init(self, context: object, /) -> None:
-        """Refuse options without effect."""
+        """Refuse options that have no effect."""
         if self.off_after_s is not None and self.heartbeat_s is None:
             raise OptionError("off_after_s: needs heartbeat_s, when it is looked at")
 
     def usd(self, worker: str) -> float:
-        """Dollars per hour of one worker; 1 if not given."""
+        """Return the dollars per hour of one worker; 1 if no price is given."""
         return self.usd_per_hour.get(worker, 1.0)
 
 
 class Aladdin(System):
-    """Places each request on the fullest worker that still meets all targets with it.
+    """Places each request on the fullest worker that then still meets all targets.
 
-    If there is none, a worker is switched on, the cheapest one for the waiting requests. If all are
-    on, the request waits until its first token could no longer be in time. Then it goes to the
-    worker with the shortest iterations.
+    If there is no such worker, the system switches on the one that is cheapest for the waiting
+    requests. If all workers are on, the request waits until its first token could no longer be in
+    time. It then goes to the worker with the shortest iterations.
     """
 
     Options = AladdinOptions
@@ -84,7 +84,7 @@ class Aladdin(System):
         self._counts = Counter(opened=0, moved=0)
 
     def check(self, instances: Collection[str]) -> None:
-        """Check that instances for prompts exist, a worker is left, and all or none have prices."""
+        """Check that prompt instances exist, a worker is left, and all or none have prices."""
         check_roles({"prefill": self.options.prefill}, instances)
         workers = [name for name in instances if name not in self.options.prefill]
         if not workers:
@@ -96,12 +96,12 @@ class Aladdin(System):
             raise OptionError(f"usd_per_hour.{unused}: no worker: {did_you_mean(unused, workers)}")
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
-        """Return the routes from instances for prompts to the others."""
+        """Return the routes from instances that only compute prompts to the other instances."""
         prefill = self.options.prefill
         return [(source, dest) for source in prefill for dest in instances if dest not in prefill]
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """Place the requests that fit somewhere, or that can wait no longer."""
+        """Place the requests that fit on a worker or can wait no longer."""
         workers, off = self._look(cluster)
         prefill, given = alive(self.options.prefill, cluster), Counter[str]()
         self._waiting, found = [], []
@@ -146,7 +146,7 @@ class Aladdin(System):
         return worker
 
     def on_finish(self, request: RequestView, cluster: ClusterView) -> None:
-        """Record the length of the answer."""
+        """Record the length of the request's answer."""
         self.placed.ended(request, cluster.now)
         self._waiting = [job for job in self._waiting if job.id != request.id]
 

@@ -9,7 +9,7 @@ from jaxinfer.serving.views import InstanceView, StepView
 
 @dataclass(frozen=True)
 class CPILoad:
-    """State of the CPI when the Balancer cuts a request."""
+    """The CPI's state at the time when the Balancer cuts a request."""
 
     free_pages: int
     page_size: int
@@ -82,11 +82,11 @@ def balance(
 
 
 class Refined:
-    """Fits to the run's own steps, available after ``ENOUGH`` steps.
+    """Fits to steps of the run itself, which exist after ``ENOUGH`` steps.
 
     Attributes:
-        prefill: fit of eq. 2; None until then.
-        mixed: fit of eq. 3; None until then.
+        prefill: fit of eq. 2; None until there are enough steps.
+        mixed: fit of eq. 3; None until there are enough steps.
     """
 
     ENOUGH = 16
@@ -97,14 +97,14 @@ class Refined:
         self._prefills, self._chunks = LeastSquares(2), LeastSquares(3)
 
     def add_prefill(self, length: int, seconds: float) -> None:
-        """Add a whole partial prefill."""
+        """Add a step that computed a whole partial prefill."""
         self._prefills.add((length, 1), seconds)
         found = self._prefills.solve() if self._prefills.count >= self.ENOUGH else None
         if found and found[0] > 0:
             self.prefill = PrefillFit(*found)
 
     def add_mixed(self, step: StepView, max_tokens: int) -> None:
-        """Add an iteration of the CPI if it is full; eq. 3 describes only those."""
+        """Add an iteration of the CPI if it is full; eq. 3 describes only full iterations."""
         decodes = [row.start for row in step.rows if row.start >= row.request.prompt_len]
         chunks = [row.start for row in step.rows if row.start < row.request.prompt_len]
         if not chunks or sum(row.count for row in step.rows) < max_tokens:

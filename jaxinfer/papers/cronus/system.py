@@ -49,14 +49,14 @@ class CronusOptions(ByCacheOptions):
     hand_off: HandOffRule = "on_demand"
 
     def model_post_init(self, context: object, /) -> None:
-        """Refuse two kinds of cuts, and caches that cannot change one."""
+        """Refuse two kinds of cuts, and caches that cannot change a cut."""
         if self.cut_share is not None and self.cut_tokens is not None:
             raise JaxinferError("both cut_share and cut_tokens: give one of them")
         if self.by_cache and self.fixed_cut(0) is not None:
             raise JaxinferError("by_cache has no effect on a fixed cut; leave one of them out")
 
     def fixed_cut(self, prompt_len: int) -> int | None:
-        """Return a prompt's fixed number of tokens for the PPI; None if the Balancer chooses."""
+        """Return how many tokens of a prompt the options give the PPI; None if they do not say."""
         if self.cut_share is not None:
             return round(self.cut_share * prompt_len)
         return None if self.cut_tokens is None else min(self.cut_tokens, prompt_len)
@@ -64,7 +64,7 @@ class CronusOptions(ByCacheOptions):
 
 @dataclass(slots=True)
 class PromptCut:
-    """A request's cut, with expected and measured times in seconds."""
+    """How a request's prompt was cut, with expected and measured times in seconds."""
 
     prompt_len: int
     length: int
@@ -90,16 +90,16 @@ class Cronus(System):
         self._refined = Refined() if options.refine else None
 
     def check(self, instances: Collection[str]) -> None:
-        """Check that both instances exist, by the names in the options."""
+        """Check that both instances that the options name exist."""
         options = self.options
         check_roles({"partial": options.partial, "chunked": options.chunked}, instances)
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
-        """Return the one route, from the PPI to the CPI."""
+        """Return the only route, from the PPI to the CPI."""
         return [(self.options.partial, self.options.chunked)]
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """Cut requests as long as the PPI accepts them; if one instance is lost, use the other."""
+        """Cut requests as long as the PPI accepts them; if an instance is lost, use the other."""
         options = self.options
         left = alive((options.partial, options.chunked), cluster)
         if len(left) == 1:
@@ -147,16 +147,16 @@ class Cronus(System):
 
     @property
     def needs_decode_rows(self) -> bool:
-        """True if predictors are refined, or a subclass defines ``on_step``."""
+        """True if fits are refined during the run, or a subclass defines ``on_step``."""
         return self._refined is not None or type(self).on_step is not Cronus.on_step
 
     @property
     def hears_decodes(self) -> bool:
-        """True if ``needs_decode_rows`` is."""
+        """Same as ``needs_decode_rows``."""
         return self.needs_decode_rows
 
     def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
-        """Record how long the parts really take."""
+        """Record how long the two parts of prompts really take."""
         for row in step.rows:
             name = row.request.id
             cut = self.cuts.get(name) or self._in_partial.get(name)
@@ -174,6 +174,6 @@ class Cronus(System):
         return ()
 
     def report(self) -> Mapping[str, object]:
-        """Return cuts, expected and measured times; of many requests, only the first ones."""
+        """Return cuts, and expected and measured times; of many requests, only the first ones."""
         cuts = {name: asdict(cut) for name, cut in self.cuts.items()}
         return {"cuts": cuts} | ({"cuts_left_out": self._left_out} if self._left_out else {})

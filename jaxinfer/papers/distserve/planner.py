@@ -115,20 +115,20 @@ class Space:
 
     @property
     def degrees(self) -> list[int]:
-        """Return the possible numbers of GPUs of a stage: those that divide the heads."""
+        """How many GPUs a stage may have: the numbers that divide the heads."""
         heads = self._model.num_attention_heads, self._model.num_key_value_heads
         most = self._options.gpus_per_node
         return [tp for tp in range(1, most + 1) if not any(count % tp for count in heads)]
 
     def shapes(self) -> Iterator[InstanceShape]:
-        """Yield the shapes of a single instance, in the order of Algorithm 1."""
+        """Yield the shapes of single instances, in the order of Algorithm 1."""
         options = self._options
         for tp, pp in products(options.nodes, options.gpus_per_node):
             if tp in self.degrees and not self._model.num_hidden_layers % pp:
                 yield packed(tp, pp, options.gpus_per_node)
 
     def pairs(self) -> Iterator[tuple[InstanceShape, InstanceShape]]:
-        """Yield shapes of prefill and decode with the same layers on each node (Algorithm 2)."""
+        """Yield shapes of prefill and decode with equal layers on each node (Algorithm 2)."""
         options, layers = self._options, self._model.num_hidden_layers
         for nodes in range(1, options.nodes + 1):
             stages = [n for n in range(1, options.gpus_per_node + 1) if not layers % (nodes * n)]
@@ -152,9 +152,9 @@ class Space:
         return None
 
     def alone(self, phase: str, shape: InstanceShape) -> Candidate:
-        """Return a candidate with one phase of all requests on one instance.
+        """Return a candidate in which one instance serves one phase of all requests.
 
-        The other takes no time.
+        The other phase takes no time.
         """
         axes = {"placed": phase, **_axes(phase, shape, 1)}
         part = self._instance(phase, shape)
@@ -169,7 +169,7 @@ class Space:
         return Candidate(axes, part, (phase, shape), self.refused(shape), **more)
 
     def units(self, prefill: InstanceShape, decode: InstanceShape, count: int = 1) -> Candidate:
-        """Return units with one instance of each phase, whose stages share nodes."""
+        """Return ``count`` units of one instance per phase, whose stages share nodes."""
         names = [groups_of(*each) for each in zip(PHASES, (prefill, decode), strict=True)]
         rate = self._link_gb_s * min(prefill.by_node[0], decode.by_node[0])
         links = [link(ends, rate) for ends in zip(*names, strict=True)]
@@ -189,10 +189,10 @@ class Space:
     def cluster(
         self, shapes: Sequence[InstanceShape], counts: Sequence[int], carry: float
     ) -> Candidate:
-        """Return numbers of prefill and decode instances, on any nodes.
+        """Return a candidate with these numbers of prefill and decode instances, on any nodes.
 
         Args:
-            carry: rate that each phase can serve alone.
+            carry: requests per second that each phase can serve alone.
         """
         options = self._options
         names = [groups_of(*each) for each in zip(PHASES, shapes, strict=True)]
@@ -230,9 +230,9 @@ class Space:
 
 
 class DistServeHigh:
-    """The best instance of each phase per GPU, as many of each as the rate needs (Algorithm 1).
+    """Finds the best instance of each phase per GPU, then how many the rate needs (Algorithm 1).
 
-    For clusters in which KV may be sent between any two nodes.
+    It is for clusters in which KV may be sent between any two nodes.
     """
 
     Options = HighOptions
@@ -241,7 +241,7 @@ class DistServeHigh:
         self._options = options
 
     def plan(self, problem: Problem, search: Search) -> Candidate:
-        """Return the whole cluster that serves the rate."""
+        """Return the whole cluster, which serves the rate."""
         space = Space(self._options, problem)
         shapes, counts, carried = [], [], []
         for phase in PHASES:
@@ -256,10 +256,10 @@ class DistServeHigh:
 
 
 class DistServeLow:
-    """The best unit, per GPU, of two instances that share nodes (Algorithm 2).
+    """Finds the best unit, per GPU, of two instances that share nodes (Algorithm 2).
 
-    For clusters in which KV is not sent between nodes: stages with the same layers are on the same
-    node, and a request stays in its unit.
+    It is for clusters in which KV is not sent between nodes: stages with the same layers are on the
+    same node, and a request stays in its unit.
     """
 
     Options = LowOptions
@@ -268,7 +268,7 @@ class DistServeLow:
         self._options = options
 
     def plan(self, problem: Problem, search: Search) -> Candidate:
-        """Return as many units as serve the rate."""
+        """Return as many units as the rate needs."""
         space = Space(self._options, problem)
         pairs = {pair: space.units(*pair) for pair in space.pairs()}
         best = search.best(list(pairs.values()), self._bound(problem, space, search))
@@ -296,7 +296,7 @@ class DistServeLow:
 
 
 def products(nodes: int, gpus_per_node: int) -> Iterator[tuple[int, int]]:
-    """Tensor and pipeline parallelism, as Algorithm 1 prints its loops."""
+    """Yield degrees of tensor and pipeline parallelism, in the order of Algorithm 1's loops."""
     for tp in range(1, gpus_per_node + 1):
         for pp in range(1, nodes * gpus_per_node // tp + 1):
             yield tp, pp

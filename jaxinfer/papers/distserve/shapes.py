@@ -12,11 +12,11 @@ Part = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class InstanceShape:
-    """Shape of one instance: its stages, and the nodes that they are on.
+    """The shape of one instance: its stages, and how many of them each node has.
 
     Attributes:
         tp: number of GPUs of a stage, all in one node.
-        stages: number of stages on each of its nodes.
+        stages: number of stages on each of the instance's nodes.
     """
 
     tp: int
@@ -34,7 +34,7 @@ class InstanceShape:
 
     @property
     def by_node(self) -> list[int]:
-        """Number of GPUs on each of its nodes."""
+        """Number of GPUs on each of the instance's nodes."""
         return [self.tp * count for count in self.stages]
 
 
@@ -45,7 +45,7 @@ def packed(tp: int, pp: int, gpus_per_node: int) -> InstanceShape:
 
 
 def num_nodes(pieces: Iterable[int], gpus_per_node: int) -> int:
-    """Return the number of nodes for pieces that each need one node; the largest go first."""
+    """Return how many nodes pieces need, each on only one node; the largest are placed first."""
     left: list[int] = []
     for piece in sorted(pieces, reverse=True):
         fits = next((number for number, free in enumerate(left) if free >= piece), None)
@@ -64,11 +64,11 @@ def groups_of(name: str, shape: InstanceShape) -> list[str]:
 def instance_part(
     name: str, shape: InstanceShape, kind: str, layers: int, costs: Part, replicas: int = 1
 ) -> Part:
-    """Return groups, stages and costs of an instance, with its replicas.
+    """Return the groups, stages and costs of an instance and its replicas.
 
     Args:
         layers: number of the model's layers, which all stages share equally.
-        costs: costs of its groups.
+        costs: costs of the instance's groups.
     """
     names = groups_of(name, shape)
     return {
@@ -96,17 +96,17 @@ def instance_part(
 
 
 def chain(groups: Sequence[str], gb_s: float) -> list[Part]:
-    """Links from each group to the next."""
+    """Return links from each group to the next."""
     return [link(ends, gb_s) for ends in pairwise(groups)]
 
 
 def link(ends: Iterable[str], gb_s: float) -> Part:
-    """The link between two groups, and all their replicas."""
+    """Return the link between two groups and all their replicas."""
     return {"between": list(ends), "gb_s": gb_s}
 
 
 def joined(parts: Sequence[Part], links: Sequence[Part]) -> Part:
-    """Join parts into one run file's part."""
+    """Join parts of a run file into one part."""
     found: dict[str, Any] = {"links": list(links)}
     for part in parts:
         found = merge(found, part)

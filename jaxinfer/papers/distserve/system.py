@@ -1,4 +1,4 @@
-"""DistServe: prefill and decode instances in units, and KV that is fetched (section 4.3).
+"""DistServe: units of prefill and decode instances, where decode instances fetch KV (section 4.3).
 
 This is the runtime. The run file contains the result of the placement search: one unit of all
 instances if any link is fast (Algorithm 1), or one for each pair that shares its nodes (Algorithm
@@ -19,7 +19,7 @@ from jaxinfer.systems.instances import KVRoom, Names, alive, check_roles, most_e
 
 
 class Unit(Options):
-    """Names of instances that exchange KV: one prefills a request, another decodes it."""
+    """Instances that exchange KV: one prefills a request, and another decodes it."""
 
     prefill: Names
     decode: Names
@@ -41,7 +41,7 @@ Places = Mapping[str, Unit]
 
 
 class DistServe(System):
-    """Sends a prompt to the shortest prefill queue, and its decodes to the unit's least loaded one.
+    """Sends prompts to the shortest prefill queue, decodes to their unit's least loaded instance.
 
     KV stays with the prefill instance until a decode instance has room and fetches it. KV that is
     not yet fetched fills the prefill pool, and stops admission there. Among equal queues (often
@@ -60,7 +60,7 @@ class DistServe(System):
         self._units = {name: unit for unit in options.units for name in unit.prefill}
 
     def check(self, instances: Collection[str]) -> None:
-        """Check that all instances exist, and that each is in one place of one unit."""
+        """Check that all instances exist, each in only one place of one unit."""
         roles = {
             f"units[{number}].{phase}": getattr(unit, phase)
             for number, unit in enumerate(self.options.units)
@@ -69,13 +69,11 @@ class DistServe(System):
         check_roles(roles, instances)
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
-        """Return pairs within each unit, from each prefill to each decode instance."""
+        """Return the routes within each unit, from each prefill to each decode instance."""
         return [pair for unit in self.options.units for pair in product(unit.prefill, unit.decode)]
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """Assign a leg to the prompt's end and, when it has ended, one to the end of
-        the request.
-        """
+        """Assign a leg to the prompt's end and, once it is reached, one to the request's end."""
         given: Counter[str] = Counter()
         units = self.options.units
         takers = ((alive(u.prefill, cluster) or alive(u.decode, cluster), u) for u in units)
@@ -92,7 +90,7 @@ class DistServe(System):
         return assignments
 
     def on_finish(self, request: RequestView, cluster: ClusterView) -> None:
-        """Forget where the request was prefilled."""
+        """Forget on which instance the request was prefilled."""
         self._prefilled.pop(request.id, None)
 
     def _first(

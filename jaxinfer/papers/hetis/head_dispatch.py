@@ -14,14 +14,15 @@ from jaxinfer.serving.step_fit import AttentionFit
 
 @dataclass(frozen=True)
 class DeviceLoad:
-    """Work on a device, and its free room.
+    """The work that a device has, and its free room.
 
     Attributes:
         pairs: number of slices, over all requests.
-        entries: number of KV entries of all of them.
-        free_pages: number of free pages, each of one slice.
+        entries: number of KV entries of all slices.
+        free_pages: number of free pages, each for one slice.
         page_size: KV entries of a page.
-        others: seconds for which the device works for other stages, which take turns with this one.
+        others: seconds for which the device works for other stages, which take turns with this
+            stage.
         hidden: if a step is computed as two halves in turn, the seconds of each half's dense part,
             during which the other half's attention here costs nothing; otherwise None.
     """
@@ -36,15 +37,16 @@ class DeviceLoad:
 
     @property
     def capacity(self) -> float:
-        """Number of KV entries that its pool can hold."""
+        """Number of KV entries that the device's pool can hold."""
         return self.entries + self.free_pages * self.page_size
 
     @property
     def seconds(self) -> float:
-        """Time of one layer, in seconds (eqs. 3 and 4); an idle device takes none.
+        """Seconds of one layer's attention (eqs. 3 and 4); an idle device takes none.
 
-        With halves, only two times count: that for which it is busy beyond both dense parts, and
-        that by which one half's attention and exchange exceed the other half's dense part.
+        With halves, only two times count: the time for which the device is busy beyond both dense
+        parts, and the time by which one half's attention and exchange exceed the other half's dense
+        part.
         """
         if not self.pairs:
             return 0.0
@@ -54,7 +56,7 @@ class DeviceLoad:
         return max(busy / 2 + self.fit.exchange - self.hidden, busy - 2 * self.hidden, 0.0)
 
     def within(self, seconds: float) -> float:
-        """Return how many of ``seconds`` are left for pairs and entries."""
+        """Return how many of ``seconds`` are left for pairs and entries, after fixed times."""
         fit, hidden = self.fit, self.hidden
         if hidden is None:
             return seconds - fit.constant - fit.exchange - self.others
@@ -62,7 +64,7 @@ class DeviceLoad:
         return busy - 2 * fit.constant - self.others
 
     def plus(self, slices: int, entries: float, pages: int) -> "DeviceLoad":
-        """Return the load with more slices, each of ``entries`` KV entries and ``pages`` pages."""
+        """Return the load with more slices, each of ``entries`` KV entries on ``pages`` pages."""
         return DeviceLoad(
             self.fit,
             self.pairs + slices,
@@ -74,7 +76,7 @@ class DeviceLoad:
         )
 
     def grown(self, slices: int) -> "DeviceLoad":
-        """Return the load with one more page for each of ``slices`` slices on the device."""
+        """Return the load after ``slices`` slices on the device have each got one more page."""
         entries = self.entries + slices * self.page_size
         return replace(self, entries=entries, free_pages=self.free_pages - slices)
 
@@ -82,7 +84,7 @@ class DeviceLoad:
 def dispatch(
     loads: Sequence[DeviceLoad], slices: int, entries: float, pages: int
 ) -> list[int] | None:
-    """Choose each device's number of a request's slices, to minimise the slowest device's time.
+    """Choose how many slices of a request each device gets, to minimise the slowest one's time.
 
     One slice at a time goes to the fastest device with room. Slices of one request are equal, and
     no device gets faster by another slice, so this is optimal for one request (eq. 7 without its
@@ -93,7 +95,7 @@ def dispatch(
         pages: pages of each slice.
 
     Returns:
-        The number of slices on each device; None without room for all.
+        The number of slices on each device; None if there is no room for all of them.
     """
     loads, counts = list(loads), [0] * len(loads)
     for _ in range(slices):
@@ -108,7 +110,7 @@ def dispatch(
 
 
 def dispatch_by_memory(loads: Sequence[DeviceLoad], slices: int, pages: int) -> list[int] | None:
-    """Place each slice on the device with the most room, ignoring time."""
+    """Place each slice on the device with the most room, whatever time that takes."""
     free, counts = [load.free_pages for load in loads], [0] * len(loads)
     for _ in range(slices):
         chosen = max(range(len(free)), key=free.__getitem__)
@@ -120,12 +122,12 @@ def dispatch_by_memory(loads: Sequence[DeviceLoad], slices: int, pages: int) -> 
 
 
 def can_do(seconds: float, loads: Sequence[DeviceLoad]) -> bool:
-    """Tell whether ``seconds`` suffice for all slices on the devices after placing them again.
+    """Tell whether ``seconds`` would suffice for all slices on the devices, if placed again.
 
     The least such time is a lower bound of f* (section 5.3.1): any part of a slice may go wherever
     a pool holds it, its pairs and its entries separately. Each device takes the entries that it
-    can, and pairs in the remaining time. If some are left over, pairs replace entries first where
-    that loses the fewest.
+    can, and pairs in the remaining time. If pairs are left over, they replace entries, first on the
+    devices where that loses the fewest.
     """
     pairs, entries = float(sum(load.pairs for load in loads)), sum(load.entries for load in loads)
     trades = []
@@ -150,9 +152,7 @@ def can_do(seconds: float, loads: Sequence[DeviceLoad]) -> bool:
 
 
 def placed_anew(loads: Sequence[DeviceLoad]) -> float:
-    """Estimate the time if all slices were placed again, each with the mean number of
-    KV entries.
-    """
+    """Estimate the seconds if all slices were placed again, with equally many entries each."""
     pairs = sum(load.pairs for load in loads)
     each = sum(load.entries for load in loads) / pairs
     fits = [load.fit for load in loads]
@@ -175,17 +175,17 @@ def placed_anew(loads: Sequence[DeviceLoad]) -> float:
 
 
 def as_halves(loads: Sequence[DeviceLoad], whole: float, half: float) -> Sequence[DeviceLoad]:
-    """Return the loads of a stage's devices, its own first, as halves if that is faster.
+    """Return the loads of a stage's devices, its own first, as those of halves if that is faster.
 
-    The best placement of heads differs between halves and whole steps. Both are therefore estimated
-    as if all heads were placed again, and the faster one is chosen.
+    The best placement of heads differs between halves and whole steps. Times of both are therefore
+    estimated as if all heads were placed again, and the faster one is chosen.
 
     Args:
         whole: seconds of a layer's dense part in a whole step.
         half: seconds of a layer's dense part in half a step.
 
     Returns:
-        The loads unchanged, or as halves.
+        The unchanged loads, or those of halves.
     """
     extra = 2 * half - whole
     if max(load.seconds for load in loads) <= max(extra, 0.0):

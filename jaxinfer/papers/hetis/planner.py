@@ -70,7 +70,7 @@ class GpuKinds:
 
 
 class HetisPlanner:
-    """Ranks groupings by a full step of their largest stage, and simulates the best of them."""
+    """Ranks groupings by a full step of their largest stage, and simulates the best ones."""
 
     Options = HetisPlannerOptions
 
@@ -82,7 +82,7 @@ class HetisPlanner:
         return search.best(self.candidates(problem))
 
     def candidates(self, problem: Problem) -> list[Candidate]:
-        """Return the groupings with the fastest steps, in order.
+        """Return the groupings with the fastest steps, the fastest first.
 
         Raises:
             JaxinferError: the plan file has no hardware file, or no grouping fits its nodes.
@@ -157,7 +157,7 @@ class HetisPlanner:
 
 
 class StageTimes:
-    """Times of a full prefill step, by the simulator's own costs."""
+    """The times that stages take for a full prefill step, by the simulator's own costs."""
 
     def __init__(self, problem: Problem) -> None:
         common = as_run_file(problem.run)
@@ -175,9 +175,7 @@ class StageTimes:
         self._found: dict[tuple[str, int], float] = {}
 
     def of_layer(self, gpu: str, tp: int) -> float:
-        """Return the seconds of a layer on ``tp`` GPUs; infinite if ``tp`` does not divide the
-        heads.
-        """
+        """Return a layer's seconds on ``tp`` GPUs; infinite if they do not divide the heads."""
         key = gpu, tp
         if key not in self._found:
             self._found[key] = self._layer(gpu, tp)
@@ -193,9 +191,9 @@ class StageTimes:
         return make_stage(part, self._costs).seconds(Work(T, 0, 1, 1, 0, [(0, T)])) / total
 
     def of_largest(self, names: Sequence[str], grouping: Grouping) -> float:
-        """Return the seconds of a grouping's largest stage, with layers divided evenly in time.
+        """Return the seconds of a grouping's largest stage if layers are divided evenly in time.
 
-        Infinite if one of its stages is impossible.
+        The result is infinite if one of the grouping's stages is impossible.
         """
         speed = 0.0
         for name, (tp, pp) in zip(names, grouping.splits, strict=True):

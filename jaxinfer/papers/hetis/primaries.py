@@ -1,4 +1,4 @@
-"""Chooses the GPUs that have layers and those only for attention (Hetis' Parallelizer, 4.1).
+"""Chooses which GPUs have layers, and which are only for attention (Hetis' Parallelizer, 4.1).
 
 Kinds of GPUs have numbers, and an instance has a number of GPUs of each kind. The GPUs of one kind
 form one or several pipeline stages. A kind's seconds are the time for one of its GPUs to prefill
@@ -14,7 +14,7 @@ ShareRule = Literal["cumulative", "stepwise"]
 
 
 class Grouping(NamedTuple):
-    """A division of the cluster into equal instances, and of these into stages.
+    """How a cluster is divided into equal instances, and these into stages.
 
     Attributes:
         instances: number of equal instances.
@@ -27,16 +27,14 @@ class Grouping(NamedTuple):
 
 
 def seconds_of(counts: Sequence[int], seconds: Sequence[float]) -> float:
-    """Return the seconds of the largest stage if layers are divided so that all take
-    equally long.
-    """
+    """Return each stage's seconds if layers are divided so that all stages take equally long."""
     return 1 / sum(count / each for count, each in zip(counts, seconds, strict=True))
 
 
 def primaries(
     counts: Sequence[int], seconds: Sequence[float], most: float, rule: ShareRule
 ) -> list[int]:
-    """Return how many GPUs of each kind keep layers.
+    """Return how many GPUs of each kind keep their layers.
 
     GPUs are removed one by one, those of the slowest kind first, as long as the largest stage gets
     slower by at most ``most``: compared with all GPUs (``cumulative``) or with the step before
@@ -59,7 +57,7 @@ def primaries(
 def groupings(
     counts: Sequence[int], seconds: Sequence[float], most: float, rule: ShareRule
 ) -> Iterator[Grouping]:
-    """Yield groupings: every number of instances that divides each kind, and every split."""
+    """Yield groupings, with every number of instances that divides each kind, and every split."""
     common = gcd(*counts)
     for instances in (n for n in range(1, common + 1) if common % n == 0):
         here = [count // instances for count in counts]

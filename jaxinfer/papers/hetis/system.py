@@ -26,7 +26,7 @@ from jaxinfer.systems.instances import KVRoom, most_entries
 
 
 class AttentionSeconds(Options):
-    """Coefficients of eqs. 3 and 4 for one device group, in seconds: see ``AttentionFit``."""
+    """Coefficients of eqs. 3 and 4 for one device group, in seconds; see ``AttentionFit``."""
 
     per_pair: float = Field(ge=0)
     per_entry: float = Field(ge=0)
@@ -53,7 +53,7 @@ class HetisOptions(Options):
 
 
 class Hetis(System):
-    """Places heads where attention stays fastest; later moves them, one request at a time.
+    """Places heads where attention stays fastest; later moves the heads of one request at a time.
 
     A request goes to the instance with the largest share of free pages. Its prompt is attended to
     on the devices with layers, if they have room (section 3.2); its heads are distributed after
@@ -81,9 +81,7 @@ class Hetis(System):
         return ()
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """Send each request to the instance that holds it and has the largest share of
-        free pages.
-        """
+        """Send each request to where it fits and the largest share of pages is free."""
         given: Counter[str] = Counter()
         found = []
         for request in waiting:
@@ -95,7 +93,7 @@ class Hetis(System):
         return found
 
     def place(self, request: RequestView, instance: InstanceView) -> Placement | None:
-        """Place each stage's heads on its own device for the prompt; without room, by eq. 7."""
+        """Place each stage's heads for the prompt on its own device or, without room, by eq. 7."""
         pages = -(-request.num_known // instance.page_size)
         placement: list[list[int]] = [[] for _ in instance.shards]
         for numbers in _stages(instance.shards):
@@ -116,7 +114,7 @@ class Hetis(System):
     def make_room(
         self, request: RequestView, shard: int, instance: InstanceView
     ) -> Sequence[MoveSlices]:
-        """Move the latest request with heads on a full device, if there is room elsewhere."""
+        """Move the latest request that has heads on a full device, if there is room elsewhere."""
         if self.options.theta is None or self._is_moving(instance):
             return ()
         there = [each for each in instance.running.values() if each.slices[shard]]
@@ -148,7 +146,7 @@ class Hetis(System):
         return [self._move(instance, victim, moves, "moved_for_memory")]
 
     def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
-        """Distribute heads whose prompts are done, or place one request again."""
+        """Distribute the heads of requests whose prompts are done, or place one request again."""
         instance = cluster.instances[step.instance]
         done = [row.request for row in step.rows if self._has_done_its_prompt(row.request)]
         self._prompts.difference_update(request.id for request in done)

@@ -20,7 +20,7 @@ _AROUND = 2
 
 
 def starts(scorer: Scorer, model: ModelShape, lengths: LengthStats) -> list[MemberPlan]:
-    """Return the partitions into as many groups as memory suggests, and some more and fewer."""
+    """Return partitions into as many groups as memory suggests, and into more and fewer."""
     site = scorer.site
     middle = num_replicas(site, model, lengths.prompt + lengths.decodes)
     most = sum(site.gpus)
@@ -31,12 +31,12 @@ def starts(scorer: Scorer, model: ModelShape, lengths: LengthStats) -> list[Memb
 
 
 def most_gpus(plans: list[MemberPlan], least: int) -> int:
-    """Return a limit on the size of groups that these plans satisfy."""
+    """Return a limit on the size of groups that all of these plans satisfy."""
     return max(least, *(size(group) for plan in plans for group, _ in plan))
 
 
 def guided(scorer: Scorer, plans: list[MemberPlan], most: int) -> Scored:
-    """Improve each start by swaps that raise what the short role can serve (section 3.4)."""
+    """Improve each start by swaps that raise what the scarcer role can serve (section 3.4)."""
     found = [climb(scorer, score(scorer, plan), most, SWAPS) for plan in plans]
     return max(found, key=lambda each: (each.flow, each.slack))
 
@@ -55,7 +55,7 @@ def random_swaps(scorer: Scorer, plans: list[MemberPlan], most: int, seed: int) 
 
 
 def genetic(scorer: Scorer, plans: list[MemberPlan], most: int, seed: int) -> Scored:
-    """Evolve by mutations only; the plans with the largest flows survive."""
+    """Evolve plans by mutations only; the plans with the largest flows survive."""
     rng = random.Random(seed)
     population = [score(scorer, plan) for plan in plans]
     while scorer.effort.is_left:

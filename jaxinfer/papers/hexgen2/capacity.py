@@ -1,4 +1,4 @@
-"""Rate of one instance on unlike GPUs with its best stages, by the simulator's own functions.
+"""The rate that one instance on unlike GPUs can serve, by the simulator's own functions.
 
 HexGen-2, section 3.2, phase two: tensor parallelism within a node, pipeline parallelism across
 nodes, and stages that differ in GPU, degree and layers. Rates are those of a full pipeline, not the
@@ -33,7 +33,7 @@ _BATCHES = (1.0, 0.75, 0.5, 0.25, 0.0)
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """A pipeline stage.
+    """A pipeline stage that is planned for a group.
 
     Attributes:
         place: number of a node among those of its group's signature.
@@ -47,7 +47,7 @@ class PlannedStage:
 
 @dataclass(frozen=True)
 class Carried:
-    """The rate that a group can serve in a role, with its best stages.
+    """The rate that a group can serve in a role, with the best stages.
 
     Attributes:
         rate: requests per second; 0 if the model, or the longest request, does not fit.
@@ -58,21 +58,21 @@ class Carried:
 
 
 class Capacity(Protocol):
-    """Rates that groups can serve, by their signature and role."""
+    """Rates that groups can serve, by their signatures and roles."""
 
     site: Site
 
     def carried(self, signature: Signature, role: GroupRole) -> Carried:
-        """Return the rate of a group with this signature."""
+        """Return the rate that a group with this signature can serve in a role."""
 
 
 def signature_of(site: Site, group: Group) -> Signature:
-    """Return a signature that is equal for groups that differ only in the names of nodes."""
+    """Return the signature of a group, which does not depend on the names of nodes."""
     return tuple(sorted((site.type_of[node], count) for node, count in group))
 
 
 def nodes_of(site: Site, group: Group) -> list[int]:
-    """Return the node of each place of the group's signature."""
+    """Return the node for each place in a group's signature."""
     return [node for _, _, node in sorted((site.type_of[n], count, n) for n, count in group)]
 
 
@@ -81,7 +81,7 @@ End = tuple[int, int, bool, bool]
 
 
 class Modelled:
-    """Capacities by the simulator's step times and pools.
+    """Rates of groups by the simulator's step times and pools.
 
     Args:
         engines: engine options by role; only those that affect pools and batches are used.
@@ -114,32 +114,32 @@ class Modelled:
         self._works: dict[tuple[GroupRole, int], tuple[Work, float]] = {}
 
     def as_local(self) -> "Modelled":
-        """Return the same capacities without time between stages."""
+        """Return the same rates as if stages exchanged data in no time."""
         return Modelled(
             self.site, self.model, self.engines, self._costs, self.lengths, self.degrees, True
         )
 
     def on(self, site: Site) -> "Modelled":
-        """Return the same capacities on other GPUs of the hardware file."""
+        """Return the rates of groups of other GPUs of the hardware file."""
         return Modelled(
             site, self.model, self.engines, self._costs, self.lengths, self.degrees, self._local
         )
 
     @property
     def layer_bytes(self) -> float:
-        """Bytes of one layer's KV of a mean prompt, as sent."""
+        """Bytes sent for one layer's KV of a mean prompt."""
         sizes = [self._sizes(role)[1] for role in self.engines]
         return self.lengths.prompt * self.model.kv_bytes(1, min(sizes))
 
     def carried(self, signature: Signature, role: GroupRole) -> Carried:
-        """Return the rate of a group with this signature with its best stages (first of equals)."""
+        """Return the rate of a group with this signature and its best stages, first of equals."""
         key = signature, role
         if key not in self._found:
             self._found[key] = self._best(signature, role)
         return self._found[key]
 
     def carried_by(self, signature: Signature, shape: Shape, role: GroupRole) -> Carried:
-        """Return the rate of a group with these stages, with the best layers for them."""
+        """Return a group's rate with these stages, if they divide the layers in the best way."""
         ends = self._ends(signature, shape)
         lines = [self._line(role, end, len(shape)) for end in ends]
         best = Carried()
@@ -182,10 +182,10 @@ class Modelled:
         return [(signature[place][0], tp, i == 0, i == last) for i, (place, tp) in enumerate(shape)]
 
     def most_of_layers(self, type_: int, gpus: int, role: GroupRole) -> float:
-        """Return an upper bound on requests per second times the share of layers of a group's GPUs.
+        """Return an upper bound on requests per second times the share of layers of these GPUs.
 
-        It holds whatever else is in the group, as if memory were free. With more stages there are
-        fewer steps, and a token takes less time in a larger step.
+        The bound holds whatever else is in the group, and ignores limits of memory. With more
+        stages there are fewer steps, and a token takes less time in a larger step.
         """
         best = 0.0
         for shape in shapes(((type_, gpus),), self.site.kind_of_type, self.degrees):
@@ -274,7 +274,7 @@ class Modelled:
         return self.lengths.context + self.engines["decode"].page_size / 2
 
     def prefill_tokens(self, stages: int) -> int:
-        """Return the tokens of a prefill step of an instance with ``stages`` stages.
+        """Return the tokens of a prefill step on an instance with ``stages`` stages.
 
         The prompts that the instance may have at once are divided equally among this number of
         steps.

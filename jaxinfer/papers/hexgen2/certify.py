@@ -1,4 +1,4 @@
-"""The best plan found, and a bound on its distance from the optimum."""
+"""Finds the best plan, and bounds its distance from the optimum."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from jaxinfer.papers.hexgen2.refine import Effort, Scorer, refine
 
 @dataclass(frozen=True)
 class Certified:
-    """A plan and its certificate.
+    """A plan, and a certificate of how good it is.
 
     Attributes:
         flow: requests per second over shared networks, and their bottlenecks.
@@ -39,19 +39,19 @@ class Certified:
 
     @property
     def gap(self) -> float:
-        """The share by which the plan may be below the optimum."""
+        """The share by which the plan may fall short of the optimum."""
         return max(1 - self.flow.total / self.bound, 0.0)
 
 
 def plan_of_cells(cells: NodePlan) -> MemberPlan:
-    """Return a plan whose groups stay within nodes."""
+    """Return a plan whose groups stay within nodes, as groups with roles."""
     return as_plan(
         (((node, count),), role) for node, groups in cells.groups.items() for count, role in groups
     )
 
 
 def plan_of_mix(site: Site, mix: PooledPlan) -> MemberPlan:
-    """Return the groups placed on nodes: a kind's GPUs of a group on as few nodes as possible."""
+    """Return a mix's groups on nodes: each kind of GPU of a group uses as few nodes as possible."""
     free = list(site.gpus)
     kind = [site.kind_of_type[type_] for type_ in site.type_of]
     members: list[Member] = []
@@ -80,9 +80,7 @@ def counts_by_kind(site: Site) -> list[int]:
 
 
 def cards_by_kind(site: Site, request_bytes: float) -> list[float]:
-    """Return the largest requests per second whose KV the links of all nodes of a kind
-    can carry.
-    """
+    """Return, per kind, the requests per second whose KV the links of all its nodes can carry."""
     found = [0.0] * (max(site.kind_of_type) + 1)
     for node, type_ in enumerate(site.type_of):
         found[site.kind_of_type[type_]] += site.most_gb_s(node) * 1e9 / request_bytes
@@ -90,7 +88,7 @@ def cards_by_kind(site: Site, request_bytes: float) -> list[float]:
 
 
 def mix_of(capacity: Modelled, request_bytes: float, most: int, known: float = 0.0) -> PooledPlan:
-    """Return the best mix of the existing GPUs; see ``best_mix``."""
+    """Return the best mix of groups of the existing GPUs; see ``best_mix``."""
     site = capacity.site
     counts = counts_by_kind(site)
     options = configurations(capacity.as_local(), counts, most)
@@ -98,10 +96,10 @@ def mix_of(capacity: Modelled, request_bytes: float, most: int, known: float = 0
 
 
 def rent(capacity: Modelled, request_bytes: float, most: int, budget: float) -> tuple[Site, float]:
-    """Return the GPUs that serve the most for ``budget`` dollars per hour.
+    """Return the GPUs with which ``budget`` dollars per hour serve the most requests.
 
-    It assumes that all GPUs of a kind are in one node. The second value is the requests per second
-    that no plan exceeds on any GPUs of that price.
+    It assumes that all GPUs of a kind are in one node. The second value is a number of requests per
+    second that no plan exceeds on any GPUs of that price.
 
     Raises:
         JaxinferError: a node has no price, GPUs of one kind have several, or the budget is too
@@ -131,7 +129,7 @@ def best_plan(
     restarts: int,
     seed: int,
 ) -> Certified:
-    """Refine the integer programs' plans over shared networks, and return the best one.
+    """Refine plans of the integer programs over shared networks, and return the best one.
 
     Args:
         most: largest number of GPUs of a group.

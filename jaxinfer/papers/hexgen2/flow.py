@@ -1,4 +1,4 @@
-"""Requests per second from prefill to decode groups, over links of pairs or shared networks."""
+"""Flows of requests from prefill to decode groups, over links of pairs or over shared networks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,16 +21,14 @@ _LEAST = 1e-7
 
 @dataclass(frozen=True)
 class PlacedGroup:
-    """A group in its role, with the rate that it can serve."""
+    """A group with a role, and the rate that it can serve in this role."""
 
     group: Group
     role: GroupRole
     carried: Carried
 
     def layers(self, site: Site) -> list[tuple[int, int, int, int]]:
-        """Return for each stage its node, its number of GPUs, its first layer and the end of its
-        layers.
-        """
+        """Return, for each stage, its node, number of GPUs, first layer, and end of layers."""
         nodes, found, start = nodes_of(site, self.group), [], 0
         for stage in self.carried.stages:
             found.append((nodes[stage.place], stage.tp, start, start + stage.layers))
@@ -40,7 +38,7 @@ class PlacedGroup:
 
 @dataclass(frozen=True)
 class Flow:
-    """Rates from prefill groups to decode groups, in requests per second.
+    """Rates at which prefill groups send requests to decode groups, in requests per second.
 
     Attributes:
         total: sum over all pairs.
@@ -59,7 +57,7 @@ class Flow:
 
 
 class KVNetwork:
-    """Links that the KV of a request uses, and its bytes on each.
+    """Finds the links that the KV of a request uses, and its bytes on each.
 
     Args:
         layer_bytes: bytes of one layer's KV of a mean prompt.
@@ -70,8 +68,7 @@ class KVNetwork:
         self._known: dict[tuple[PlacedGroup, PlacedGroup], dict[Link, tuple[float, float]]] = {}
 
     def lanes(self, source: PlacedGroup, dest: PlacedGroup) -> Mapping[Link, tuple[float, float]]:
-        """Return a request's bytes on each link between two groups, and that link's bytes per
-        second.
+        """Return a request's bytes on each link between two groups, and that link's bytes per s.
 
         As in the simulator, two stages on one node have their own link, over as many pairs of GPUs
         as the smaller one has; links between nodes are shared.
@@ -99,13 +96,13 @@ class KVNetwork:
         return found
 
     def most(self, source: PlacedGroup, dest: PlacedGroup) -> float:
-        """Return the requests per second of a pair that has all links to itself."""
+        """Return the requests per second of a pair that has all of its links to itself."""
         lanes = self.lanes(source, dest).values()
         return min((rate / num_bytes for num_bytes, rate in lanes), default=np.inf)
 
 
 def split(groups: Sequence[PlacedGroup]) -> tuple[list[int], list[int]]:
-    """Return the numbers of the prefill groups, and of the decode groups, with a positive rate."""
+    """Return the numbers of the prefill groups and of the decode groups with a positive rate."""
     able = [i for i, placed in enumerate(groups) if placed.carried.rate > 0]
     prefill = [i for i in able if groups[i].role == "prefill"]
     return prefill, [i for i in able if groups[i].role == "decode"]
@@ -145,9 +142,7 @@ def pair_flow(groups: Sequence[PlacedGroup], network: KVNetwork) -> Flow:
 
 
 def shared_flow(groups: Sequence[PlacedGroup], network: KVNetwork) -> Flow:
-    """Return the largest flow if pairs share the nodes' network cards and links
-    (linear program).
-    """
+    """Return the largest flow if pairs share nodes' cards and links, by a linear program."""
     prefill, decode = split(groups)
     pairs = [(i, j) for i in prefill for j in decode]
     if not pairs:

@@ -47,9 +47,9 @@ class LengthStats:
         )
 
     def prefill_step(self, tokens: int) -> tuple[Work, float]:
-        """Return a step full of prompts, and how many prompts it ends.
+        """Return a step full of prompts, and how many prompts end in such a step.
 
-        Long ones take several chunks.
+        A long prompt takes several chunks.
         """
         ends = tokens / self.prompt
         chunk = min(round(self.prompt_seen), tokens)

@@ -16,7 +16,7 @@ Group = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Site:
-    """Nodes by number, in the file's order.
+    """The nodes of a hardware file, by number, in the file's order.
 
     Attributes:
         known: shipped GPUs and models and those of both files, by name.
@@ -46,7 +46,7 @@ class Site:
 
     @cached_property
     def type_of(self) -> list[int]:
-        """Type of each node; equal nodes share one, and a node with its own link has no equal."""
+        """Type of each node; equal nodes share a type, and a node with its own link has its own."""
         own = {name for link in self.hardware.links for name in link.between}
         numbers: dict[object, int] = {}
         found = []
@@ -58,7 +58,7 @@ class Site:
 
     @cached_property
     def types(self) -> list[int]:
-        """Number of the first node of each type."""
+        """Number of each type's first node."""
         return [self.type_of.index(number) for number in range(max(self.type_of) + 1)]
 
     @cached_property
@@ -68,7 +68,7 @@ class Site:
 
     @cached_property
     def kind_of_type(self) -> list[int]:
-        """Kind of GPU of each type; types that differ only in the network share one."""
+        """Kind of GPU of each type; types that differ only in the network have one kind."""
         numbers: dict[tuple[str, str], int] = {}
         keys = [
             (self.nodes[node].gpu, repr(gpu))
@@ -90,7 +90,7 @@ class Site:
 
     @cached_property
     def usd_by_kind(self) -> list[float]:
-        """Return the lowest dollars per hour of a GPU of each kind.
+        """The lowest dollars per hour of a GPU of each kind.
 
         Raises:
             JaxinferError: a node has no price.
@@ -107,7 +107,7 @@ class Site:
         return found
 
     def renting(self, gpus: Sequence[int]) -> "Site":
-        """Return the site with only these numbers of GPUs of each kind, from the cheapest nodes."""
+        """Return the site with only these numbers of GPUs of each kind, on the cheapest nodes."""
         usd, left = self.usd_per_gpu, list(gpus)
         assert usd is not None
         taken = [0] * len(self.nodes)
@@ -144,7 +144,7 @@ class Site:
         return self.nodes[node].nic_gb_s + own
 
     def network(self, here: int, there: int) -> Mapping[tuple[object, ...], float]:
-        """Return the links that KV uses from node to node, with bytes per second."""
+        """Return the links that KV uses from one node to another, with their bytes per second."""
         a, b = self.names[here], self.names[there]
         if link := self.hardware.link(a, b):
             return {("link", a, b): link.gb_s * 1e9}

@@ -24,7 +24,7 @@ _HALF = 0.5
 
 
 class Pattern(NamedTuple):
-    """A division of a node's GPUs: size and role of each group, and their rates."""
+    """How a node's GPUs are divided: size and role of each group, and the rates of both roles."""
 
     groups: tuple[tuple[int, GroupRole], ...]
     prefill: float
@@ -32,7 +32,7 @@ class Pattern(NamedTuple):
 
 
 def patterns(capacity: Capacity, type_: int, gpus: int, most: int) -> list[Pattern]:
-    """Return a node's patterns, without those that serve less in both phases than another."""
+    """Return a node's patterns, except those that serve less in both phases than another one."""
     able = [
         (count, role, rate)
         for count in range(1, min(gpus, most) + 1)
@@ -77,8 +77,8 @@ class NodePlan:
 def within_nodes(capacity: Capacity, request_bytes: float, most: int) -> NodePlan:
     """Return the best plan whose groups stay within nodes.
 
-    Within a node, KV takes no time. Between nodes it uses the network cards, which all groups of a
-    node share, and the nodes' own links, which count as part of the card.
+    Within a node, sending KV takes no time. Between nodes it uses the network cards, which all
+    groups of a node share, and the nodes' own links, which count as part of the card.
 
     Args:
         request_bytes: bytes of a mean prompt's KV.
@@ -122,10 +122,11 @@ def within_nodes(capacity: Capacity, request_bytes: float, most: int) -> NodePla
 
 
 class Configuration(NamedTuple):
-    """A group by its number of GPUs of each kind, wherever they are.
+    """A group, described by how many GPUs of each kind it has, wherever these are.
 
     Attributes:
-        shares: for each kind, an upper bound on requests per second times its share of the layers.
+        shares: for each kind, an upper bound on requests per second times the share of layers that
+            the kind has.
     """
 
     gpus: tuple[int, ...]
@@ -154,7 +155,7 @@ class PooledPlan:
 
 
 def configurations(capacity: Modelled, counts: Sequence[int], most: int) -> list[Configuration]:
-    """Return groups of up to ``most`` GPUs that serve more than all smaller ones of their kinds.
+    """Return groups of up to ``most`` GPUs that serve more than all smaller groups of their kinds.
 
     Args:
         capacity: capacities without time between stages, for a bound.
@@ -197,7 +198,7 @@ def best_mix(
     budget: float = inf,
     known: float = 0.0,
 ) -> PooledPlan:
-    """Return the best groups of these GPUs or, with prices, of those that a budget can rent.
+    """Return the best groups made of these GPUs or, given prices, of GPUs that a budget can rent.
 
     It is an upper bound on all plans: KV of one kind may use the cards of all its nodes, and in a
     group of several kinds, each may have any share of the layers that its GPUs can compute in time.

@@ -1,4 +1,4 @@
-"""Plans as groups of GPUs with roles, and small changes to them for a search."""
+"""Plans, which are groups of GPUs with roles, and small changes to them for a search."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -18,7 +18,7 @@ _AT_ONCE = (1, 2, 4)
 
 
 class Change(NamedTuple):
-    """A change to a plan: members that replace other members."""
+    """A change to a plan: members that are removed, and members that replace them."""
 
     out: tuple[Member, ...]
     into: tuple[Member, ...]
@@ -38,7 +38,7 @@ def apply(plan: MemberPlan, change: Change) -> MemberPlan:
 
 
 def idle_gpus(site: Site, plan: MemberPlan) -> Counter[int]:
-    """Return the number of each node's GPUs that belong to no group."""
+    """Return how many GPUs of each node belong to no group."""
     free = Counter(dict(enumerate(site.gpus)))
     for group, _ in plan:
         free.subtract(dict(group))
@@ -51,7 +51,7 @@ def size(group: Group) -> int:
 
 
 def changes(site: Site, plan: MemberPlan, kinds: Collection[Kind], most: int) -> Iterator[Change]:
-    """Yield small changes, one per class: changes that turn equal groups into equal ones are one.
+    """Yield small changes, one of each class; a class turns equal groups into equal groups.
 
     Args:
         most: largest number of GPUs of a group.

@@ -27,7 +27,7 @@ _DIGITS, _EQUAL = 9, 1e-9
 
 
 def num_replicas(site: Site, model: ModelShape, tokens: float) -> int:
-    """Return the memory of all GPUs divided by that of a replica: weights and KV of 32 requests.
+    """Return how many replicas fit into the memory of all GPUs, with weights and KV of 32 requests.
 
     Follows Table 1, which has 12 H^2 parameters in a layer, and as many KV heads as heads.
 
@@ -41,7 +41,7 @@ def num_replicas(site: Site, model: ModelShape, tokens: float) -> int:
 
 
 def partition(site: Site, count: int) -> MemberPlan:
-    """Return ``count`` groups with roles; there must be at least as many GPUs."""
+    """Return ``count`` groups with roles; there must be at least as many GPUs as groups."""
     weights = _weights(site)
     memory, node_of = _memory(site), _node_of(site)
     parts = _bisect(weights, memory, list(range(len(memory))), count)
@@ -59,9 +59,7 @@ def partition(site: Site, count: int) -> MemberPlan:
 
 
 def roles(between: np.ndarray) -> list[GroupRole]:
-    """Assign half of the groups to each role by swaps, so that much weight is between
-    both roles.
-    """
+    """Assign each role to half of the groups, by swaps that put much weight between the roles."""
     count = len(between)
     side = np.array([i % 2 for i in range(count)])
     if count < 3:

@@ -99,7 +99,7 @@ class HexGen2PlannerOptions(Options):
 
 
 class HexGen2Planner:
-    """Finds one plan by its flow; the driver simulates it."""
+    """Finds one plan by its flow; the search then simulates the plan."""
 
     Options = HexGen2PlannerOptions
 
@@ -111,7 +111,7 @@ class HexGen2Planner:
         return self.candidate(problem, self.certified(problem))
 
     def certified(self, problem: Problem) -> Certified:
-        """Return the plan's groups and flows, without a simulation.
+        """Return the groups and flows of the plan that was found, without a simulation.
 
         Raises:
             JaxinferError: the plan file has no hardware file, or the model fits nowhere.
@@ -159,7 +159,7 @@ class HexGen2Planner:
         return search(scorer, plans, most, options.seed)
 
     def capacity(self, problem: Problem) -> Modelled:
-        """Return a model of the rates that groups serve of the plan file's workload."""
+        """Return a model of the rates at which groups serve the plan file's workload."""
         common = as_run_file(problem.run)
         costs = common.simulate
         if costs.hardware is None:
@@ -199,7 +199,7 @@ class HexGen2Planner:
             raise within(f"planner.{role}", error) from None
 
     def candidate(self, problem: Problem, found: Certified) -> Candidate:
-        """Return the plan that was found as part of a run file."""
+        """Return the plan that was found, as part of a run file."""
         capacity, options = self.capacity(problem), self._options
         site, flow = capacity.site, found.flow
         own: dict[GroupRole, Mapping[str, Any]] = {

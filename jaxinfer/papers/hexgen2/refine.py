@@ -18,7 +18,7 @@ _KICKS = 4
 
 @dataclass
 class Effort:
-    """Limits on a search, as counts, since a time limit would make results differ.
+    """Limits on a search, which are counts, because results would differ with limits on time.
 
     Attributes:
         scored: number of plans whose groups' capacities may be added up.
@@ -35,11 +35,11 @@ class Effort:
 
 
 class Scorer:
-    """Computes flows and rates of a limited number of plans.
+    """Computes the flows and rates of a limited number of plans.
 
     Args:
         flow_of: computes a flow, over pairs or shared networks.
-        effort: common limits.
+        effort: limits for all plans together.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class Scorer:
         return [self._place(*member) for member in plan]
 
     def flow(self, plan: MemberPlan) -> Flow:
-        """Return the flow of a plan; counts against the limit."""
+        """Return the flow of a plan; the computation counts towards the limit."""
         self.effort.flows -= 1
         return self._flow_of(self.placed(plan), self._network)
 
     def sides(self, plan: MemberPlan) -> tuple[float, float]:
-        """Return the total rates of all groups of each role."""
+        """Return the total rate of the groups of each role."""
         groups = self.placed(plan)
         return tuple(sum(groups[i].carried.rate for i in side) for side in split(groups))  # type: ignore[return-value]
 
@@ -86,30 +86,30 @@ class Scorer:
 
 @dataclass(frozen=True)
 class Scored:
-    """A plan, its flow, and the rate of the role that is not short, which helps past plateaus."""
+    """A plan, its flow, and the rate of the more plentiful role, which helps past plateaus."""
 
     plan: MemberPlan
     flow: float
     slack: float
 
     def beats(self, other: "Scored") -> bool:
-        """Tell whether its flow is larger or, with equal flows, its slack is."""
+        """Tell whether the plan's flow is larger or, if flows are equal, its slack is."""
         if abs(self.flow - other.flow) > _MORE * other.flow:
             return self.flow > other.flow
         return self.slack > other.slack * (1 + _MORE)
 
 
 def score(scorer: Scorer, plan: MemberPlan) -> Scored:
-    """Score a plan."""
+    """Return a plan's score, which costs one flow computation."""
     return Scored(plan, scorer.flow(plan).total, max(scorer.sides(plan)))
 
 
 def climb(
     scorer: Scorer, start: Scored, most: int, kinds: Collection[Kind] = KINDS, tries: int = 12
 ) -> Scored:
-    """Apply the first improving change, until there is none.
+    """Apply the first change that improves the plan, until there is none.
 
-    Changes after which the short role can serve the most come first.
+    Changes after which the scarcer role can serve the most come first.
 
     Args:
         most: largest number of GPUs of a group.
@@ -154,7 +154,7 @@ def _promising(
 def refine(
     scorer: Scorer, starts: Sequence[MemberPlan], most: int, restarts: int, seed: int
 ) -> Scored:
-    """Return the best plan found from any start, and then from random changes of the best."""
+    """Return the best plan found from any start, and then from random changes of the best plan."""
     found = [climb(scorer, score(scorer, plan), most) for plan in starts]
     best = max(found, key=lambda each: (each.flow, each.slack))
     rng = random.Random(seed)

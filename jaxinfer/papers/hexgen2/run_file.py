@@ -14,7 +14,7 @@ _FEWEST = 3.0
 
 
 def names_of(groups: Sequence[PlacedGroup], flow: Flow) -> dict[int, str]:
-    """Return the names of groups that have flow, by number: prefill0, decode0 and so on."""
+    """Return the names of groups that have flow, such as prefill0 and decode0, by number."""
     names: dict[int, str] = {}
     for side, role in enumerate(("prefill", "decode")):
         used = sorted({pair[side] for pair in flow.pairs})
@@ -31,15 +31,14 @@ def as_part(
     step_tokens: Callable[[int], int],
     measured: Mapping[str, GroupCosts] | None = None,
 ) -> dict[str, Any]:
-    """Return a plan's run file for ``simulate``, ``capacity`` and ``run``, without model and
-    workload.
+    """Return a plan's run file without model and workload, for simulations and runs.
 
     Args:
         engines: engine options of each role.
         prompt: mean number of prompt tokens; an instance may have a full step of prompts for each
             of its stages, and one more that waits.
         step_tokens: tokens of a full prefill step of an instance, by its number of stages.
-        measured: costs of groups of a GPU, by its name.
+        measured: costs of groups, by the name of their GPU.
     """
     names = names_of(groups, flow)
     part: dict[str, Any] = {"groups": {}, "instances": {}, "simulate": {"groups": {}}}

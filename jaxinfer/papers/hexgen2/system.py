@@ -1,4 +1,4 @@
-"""HexGen-2: requests over pairs of a prefill and a decode instance by planned flows (section 3.3).
+"""HexGen-2: planned flows spread requests over pairs of prefill and decode instances (section 3.3).
 
 This is the runtime. A planner chooses the instances and the flows between them, which the run file
 contains.
@@ -53,7 +53,7 @@ class HexGen2Options(Options):
 
 
 class Shares:
-    """Chooses the next pair, so that each pair is always within one request of its due share.
+    """Chooses the next pair, so that each pair stays within one request of its due share.
 
     This is Tijdeman's rule ("The chairman assignment problem", 1980). If some pairs cannot take a
     request, several can fall behind; the one that is owed the most then goes first, so that of n
@@ -75,7 +75,8 @@ class Shares:
         """Return the next pair among those with room; None if a pair without room must come first.
 
         Args:
-            able: all pairs that may have it, with or without room; by default those with room.
+            able: all pairs that may get the request, with or without room; by default those with
+                room.
         """
         able = able or with_room
         # One that cannot take it gains at most one, or it would later get everything that it
@@ -103,7 +104,7 @@ class Shares:
 
 
 class HexGen2(System):
-    """Sends each request to a pair, in proportion to the planned flow between the two.
+    """Sends each request to a pair of instances, in proportion to the planned flow between them.
 
     Only pairs whose prefill instance has room, and whose pools hold the request, are considered. A
     lost instance takes its pairs out. If no pair is left, all pairs of the remaining instances get
@@ -144,7 +145,7 @@ class HexGen2(System):
         return list(product(self._prefill, self._decode))
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """Assign a leg to the prompt's end, then one to the end of the request."""
+        """Assign a leg up to the end of the prompt, then one up to the end of the request."""
         prefill, decode = alive(self._prefill, cluster), alive(self._decode, cluster)
         if bool(prefill) != bool(decode):
             return whole_on_least_loaded(prefill or decode, waiting, cluster)

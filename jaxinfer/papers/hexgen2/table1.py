@@ -15,7 +15,7 @@ from jaxinfer.papers.hexgen2.stages import Shape, Signature, shapes
 
 
 class Table1:
-    """The paper's capacities: prefill of one prompt, and decode of the largest batch.
+    """The paper's rates of groups: from prefill of one prompt, and decode of the largest batch.
 
     Args:
         most_sequences: largest number of sequences of that batch.
@@ -34,7 +34,7 @@ class Table1:
         self._found: dict[tuple[Signature, GroupRole], Carried] = {}
 
     def carried(self, signature: Signature, role: GroupRole) -> Carried:
-        """Return the number of requests of a batch divided by their smallest latency."""
+        """Return the number of requests in a batch, divided by the batch's smallest latency."""
         key = signature, role
         if key not in self._found:
             best = Carried()
@@ -65,9 +65,7 @@ class Table1:
         return Carried(batch / latency, stages)
 
     def layer_seconds(self, type_: int, tp: int, role: GroupRole, batch: int) -> float:
-        """Return compute and tensor parallelism of one layer, for a whole prompt or a
-        whole output.
-        """
+        """Return a layer's seconds, with tensor parallelism, for a whole prompt or output."""
         gpu, H, B = self.site.gpu_of_type[type_], self._model.hidden_size, ITEMSIZE
         flops, bandwidth = gpu.bf16_tflops * 1e12, gpu.memory_gb_s * 1e9
         beta, s_out = gpu.link_gb_s * 1e9, self._lengths.decodes

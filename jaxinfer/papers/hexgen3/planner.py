@@ -1,4 +1,4 @@
-"""Sizes of pools for prefill, attention and FFN (HexGen-3, MegaScale-Infer).
+"""Chooses sizes of pools for prefill, attention and FFN (HexGen-3, MegaScale-Infer).
 
 Prompts are computed by instances of the first pool. A device group of the second pool and one of
 the third form a decode instance, whose steps are computed as micro-batches. The candidates use the
@@ -88,7 +88,7 @@ class HexGen3Options(Options):
 
 @dataclass(frozen=True)
 class Shape:
-    """GPUs of a prefill instance, and of the two sides of a decode instance."""
+    """The GPUs of a prefill instance, and of both sides of a decode instance."""
 
     prefill: int
     attention: int
@@ -104,8 +104,8 @@ class LeastTimes:
     def stages(self, work: Work) -> list[float]:
         """Return the least seconds of each stage, whatever its micro-batches.
 
-        Attention, FFN and link are each busy for at least as long as if the step were computed at
-        once, because micro-batches read weights again.
+        Attention, FFN and link are each busy for at least as long as in a step without
+        micro-batches, because each micro-batch reads the weights again.
         """
         found = []
         for stage in self.stages_:
@@ -115,7 +115,7 @@ class LeastTimes:
         return found
 
     def hops(self, work: Work) -> list[float]:
-        """Return no seconds between stages."""
+        """Return 0 seconds for each hop between stages."""
         return [0.0] * (len(self.stages_) - 1)
 
 
@@ -133,11 +133,11 @@ class HexGen3Planner:
         return search.best(list(self.candidates(problem)), self.most)
 
     def most(self, candidate: Candidate) -> float:
-        """Return the requests per second above which a candidate is assumed to fail."""
+        """Return the requests per second above which a candidate is assumed to miss the targets."""
         return self._most[candidate.key]
 
     def candidates(self, problem: Problem) -> Iterator[Candidate]:
-        """Yield sizes, with the rates and the limit of decodes that the closed forms give."""
+        """Yield sizes, with the rates and the limit on decodes that the closed forms give."""
         options = self._options
         sizes = product(
             options.prefill.tensor_parallel, options.attention.devices, options.ffn.devices

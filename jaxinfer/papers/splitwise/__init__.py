@@ -1,1 +1,1 @@
-"""Splitwise: pools of machines for prompts and for tokens."""
+"""Splitwise: pools of machines for prompts and for decodes."""

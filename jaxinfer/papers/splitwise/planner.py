@@ -1,4 +1,4 @@
-"""Numbers and kinds of machines for prompts and for tokens (Splitwise, section IV-D).
+"""Chooses numbers and kinds of machines for prompts and for tokens (Splitwise, section IV-D).
 
 The paper simulates a grid of both numbers. Here a search walks along the edge of the region that
 meets the targets, or that a budget allows. The result is exact if an additional machine never does
@@ -46,7 +46,7 @@ class MachineBudget(Options):
 
     @property
     def limits(self) -> dict[Cost, float]:
-        """Return the limits that are given."""
+        """The limits that are given, by kind of cost."""
         costs: tuple[Cost, ...] = ("gpus", "usd", "watts")
         return {of: limit for of in costs if (limit := getattr(self, of)) is not None}
 
@@ -69,7 +69,7 @@ class SplitwisePoolsOptions(Options):
 
 
 class Design:
-    """A design: kinds of machines, whose numbers vary.
+    """A design: given kinds of machines, in varying numbers.
 
     Args:
         name: name in the table.
@@ -136,13 +136,13 @@ def _group(base: Mapping[str, Any], pool: str) -> str | None:
 
 @dataclass(frozen=True)
 class DesignRow:
-    """A design with a fixed number of token machines, and any number of prompt machines."""
+    """A design with a fixed number of token machines and a varying number of prompt machines."""
 
     design: Design
     tokens: int
 
     def most(self, limits: Mapping[Cost, float]) -> int:
-        """Return the number of prompt machines that the limits allow; 0 if none."""
+        """Return how many prompt machines the limits allow; 0 if they allow none."""
         counts = range(self.design.most.prompt, 0, -1)
         return next((count for count in counts if self._fits(count, limits)), 0)
 
@@ -220,9 +220,9 @@ def _largest(rows: Sequence[DesignRow], limits: Mapping[Cost, float]) -> list[Ca
 class Staircase:
     """Finds the cheapest cluster that meets the targets at the goal's rate.
 
-    A row is tried with as many prompt machines as are cheaper than the best so far. If they miss
-    the targets, so do fewer, and the row is done after one simulation; otherwise the smallest
-    number is found by bisection.
+    A row is tried with as many prompt machines as are cheaper than the best so far. If these miss
+    the targets, so do fewer, and the row is done after one simulation; otherwise, bisection finds
+    the smallest number.
 
     Args:
         of: cost to minimise.
@@ -239,7 +239,7 @@ class Staircase:
         self._least = math.inf
 
     def walk(self, rows: Sequence[DesignRow]) -> Candidate:
-        """Return the best of all rows; once there is a best, several rows are tried at a time.
+        """Return the best cluster of all rows; once one is found, several rows are tried at a time.
 
         Raises:
             JaxinferError: nothing meets the targets.

@@ -27,15 +27,15 @@ def _none(machine: str) -> int:
 
 @dataclass(slots=True, eq=False)
 class Machine:
-    """An instance.
+    """An instance, and the work that it was given.
 
     Attributes:
-        role: the pool that it belongs to and returns to.
+        role: the pool that the machine belongs to and returns to.
         pending: number of assigned prompt tokens that are not done, plus one for each assigned
             decode.
         decodes: number of assigned decodes.
         promised: KV entries of all assigned requests at their longest.
-        is_mixed: whether it is in the mixed pool.
+        is_mixed: whether the machine is in the mixed pool.
     """
 
     name: str
@@ -47,17 +47,17 @@ class Machine:
 
     @property
     def has_others_work(self) -> bool:
-        """True if it still has work that belongs to the other pool."""
+        """True if the machine still has work that belongs to the other pool."""
         return self.decodes > 0 if self.role == "prompt" else self.pending > self.decodes
 
 
 @dataclass(slots=True, eq=False)
 class MachineJob:
-    """The machines of a request: one for its prompt, until that is done, and one for its decodes.
+    """A request's machines: one for its prompt, until that is done, and one for its decodes.
 
     Attributes:
-        entries: KV entries promised to it: all its tokens, as the paper counts them, one more than
-            a pool needs.
+        entries: KV entries promised to the request: all of its tokens, as the paper counts them,
+            which is one more than a pool needs.
         prompt: None once the prompt is done.
         spared: prompt tokens that need not be computed.
     """
@@ -71,7 +71,7 @@ class MachineJob:
 
 @dataclass
 class MachinePools:
-    """Pools of machines for prompts, for decodes, and mixed.
+    """Three pools of machines: for prompts, for decodes, and mixed.
 
     Args:
         prompts: names of machines for prompts.
@@ -80,7 +80,7 @@ class MachinePools:
 
     Attributes:
         max_pending: tokens that a machine with a queue may have pending.
-        return_when: a mixed machine goes back to its pool.
+        return_when: when a mixed machine goes back to its pool.
         jobs: assigned machines, by request.
         moves: for each change of pool, its time, the machine and the new pool.
     """
@@ -104,11 +104,11 @@ class MachinePools:
 
     @property
     def everyone(self) -> list[Machine]:
-        """Machines that are not lost."""
+        """All machines that are not lost."""
         return [*self.prompt, *self.mixed, *self.token]
 
     def look(self, instances: Mapping[str, InstanceView], now: float) -> None:
-        """Update the pools: lost machines leave, and returning machines have no load."""
+        """Update the pools: remove lost machines, and add returning ones without load."""
         self._given.clear()
         if instances.keys() == self._seen:
             return
@@ -132,7 +132,7 @@ class MachinePools:
         spared: Cached = _none,
         kept: Cached = _none,
     ) -> tuple[Machine, Machine]:
-        """Choose the machines for a prompt and for its decodes, by the shortest queues.
+        """Choose one machine for a prompt and one for its decodes, by the shortest queues.
 
         Each comes from its own pool, or else from the mixed pool, or else from the other pool. If
         that is impossible, the least busy of all machines takes the whole request.
@@ -159,7 +159,7 @@ class MachinePools:
         now: float,
         kept: Cached = _none,
     ) -> Machine:
-        """Choose the machine for a request whose prompt is done."""
+        """Choose a machine for the decodes of a request whose prompt is done."""
         token = self._for_decodes(entries, instances, kept)
         if token is None and self._pairs and self.prompt:
             token = self._mix(self.prompt, min(self.prompt, key=_PROMISED), now)
@@ -204,7 +204,7 @@ class MachinePools:
         job.token.promised += job.entries
 
     def prompt_done(self, request: str, instances: Mapping[str, InstanceView], now: float) -> None:
-        """Record that a request's prompt is computed, or given up."""
+        """Record that a request's prompt has been computed or given up."""
         job = self.jobs[request]
         machine, job.prompt = job.prompt, None
         if machine:

@@ -1,4 +1,4 @@
-"""Splitwise: prompts and decodes on separate machines, with a mixed pool between (section IV).
+"""Splitwise: separate machines for prompts and for decodes, and a mixed pool (section IV).
 
 The cluster-level scheduler gives each arriving request a machine for its prompt and one for its
 decodes. Machines that are out of work help the other phase, in the mixed pool, and later return. A
@@ -38,9 +38,7 @@ class SplitwiseOptions(ByCacheOptions):
 
 
 class Splitwise(System):
-    """Gives each request a pair of machines with the shortest queues, by the system's
-    own account.
-    """
+    """Gives each request two machines with the shortest queues, by the system's own account."""
 
     Options = SplitwiseOptions
     options: SplitwiseOptions
@@ -55,17 +53,15 @@ class Splitwise(System):
         )
 
     def check(self, instances: Collection[str]) -> None:
-        """Check that all instances exist, by the names in the options, and that none has
-        two roles.
-        """
+        """Check that all instances that the options name exist, and that none has two roles."""
         check_roles({"prompt": self.options.prompt, "token": self.options.token}, instances)
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
-        """Return all pairs, since each machine may be in the mixed pool; none without pairs."""
+        """Return routes between all machines, since each may be mixed; none with one pool."""
         return super().routes(instances) if self.options.token else ()
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """Assign all waiting requests at once; if one machine is left, all run there."""
+        """Assign all waiting requests at once; if one machine is left, all requests run there."""
         self.pools.look(cluster.instances, cluster.now)
         if not self.pools.everyone:
             # All are lost: the loop fails requests for them, or lets them wait.
@@ -93,7 +89,7 @@ class Splitwise(System):
         return Leg(prompt.name, length, rule), Leg(token.name)
 
     def on_leg_end(self, request: RequestView, leg: Leg, cluster: ClusterView) -> None:
-        """Record that the prompt is done."""
+        """Record that the request's prompt is done."""
         self.pools.prompt_done(request.id, cluster.instances, cluster.now)
 
     def on_finish(self, request: RequestView, cluster: ClusterView) -> None:
@@ -101,7 +97,7 @@ class Splitwise(System):
         self.pools.take_back(request.id, cluster.instances, cluster.now)
 
     def report(self) -> Mapping[str, object]:
-        """Return the moves of machines between pools; of many, only the first ones."""
+        """Return the moves of machines between pools; of many moves, only the first ones."""
         found = {name: [(0.0, "prompt")] for name in self.options.prompt}
         found |= {name: [(0.0, "token")] for name in self.options.token}
         for time, name, where in self.pools.moves:

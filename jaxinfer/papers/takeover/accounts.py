@@ -1,4 +1,4 @@
-"""Accounts of ``Takeover``: the last known state of each instance, and totals of equal ones.
+"""Accounts of ``Takeover``: the last known state of each instance, and totals over equal instances.
 
 An account is updated at its instance's own events, and by the system's decisions between them, so
 that no decision reads all requests of all instances.
@@ -28,7 +28,7 @@ _BUSY = 0.9
 
 @dataclass(eq=False, slots=True)
 class InstanceClass:
-    """Equal instances, and totals over them.
+    """Instances of one kind, and totals over them.
 
     Attributes:
         entries_held: number of KV entries that a pool can hold.
@@ -36,17 +36,17 @@ class InstanceClass:
         entries: KV entries of these decodes.
         due: KV entries of all requests once their prompts are computed.
         seats: number of seats that are neither used nor promised.
-        room: number of such KV entries, without those to keep free.
+        room: number of KV entries that are neither used nor promised, without those to keep free.
         all_seats: number of all seats.
         all_room: number of all KV entries.
         with_time: number of instances that could compute more prompts.
         givers: instances that may have a decode to take over.
         slowest: upper bound on the step times of givers, in seconds.
         fastest: lower bound on the step times of instances with room, in seconds.
-        below: kinds whose pools are small compared with these.
+        below: kinds whose pools are small compared with this kind's.
         is_below: whether this kind is in another one's ``below``.
-        outlets: kinds that may take over decodes of these, by their pools.
-        inlets: kinds whose decodes these may take over, by their pools.
+        outlets: kinds whose pools allow them to take over decodes of this kind.
+        inlets: kinds whose decodes this kind's pools allow it to take over.
     """
 
     speeds: Speeds
@@ -69,11 +69,11 @@ class InstanceClass:
     inlets: list["InstanceClass"] = field(default_factory=list)
 
     def is_small(self, beside: "InstanceClass") -> bool:
-        """Tell whether a pool is so small that its decodes may have to leave it."""
+        """Tell whether these pools are so small that decodes may have to leave them."""
         return self.entries_held < _SMALL * beside.entries_held
 
     def slower_than(self, step_s: float) -> list["Account"]:
-        """Return givers with longer steps; call it only if ``slowest`` exceeds ``step_s``."""
+        """Return givers whose steps take longer; call it only if ``slowest`` exceeds ``step_s``."""
         self.slowest = max((each.step_s for each in self.givers), default=0.0)
         return [each for each in self.givers if each.step_s > step_s]
 
@@ -88,7 +88,7 @@ class InstanceClass:
 
 @dataclass(eq=False, slots=True)
 class Account:
-    """The last known state of an instance.
+    """What was last known of an instance's state.
 
     Attributes:
         legs: legs of a request that runs entirely on the instance.
@@ -104,16 +104,16 @@ class Account:
         backlog: number of prompt tokens to be computed.
         due: KV entries of all requests once their prompts are computed.
         seats: number of seats that are neither used nor promised.
-        room: number of such pages, without those to keep free.
-        idle: whether it had no requests.
+        room: number of pages that are neither used nor promised, without those to keep free.
+        idle: whether the instance had no requests.
         coming: pages of requests that will come and are still elsewhere, by id.
-        to_compute: uncomputed prompt tokens of these requests, by id.
+        to_compute: uncomputed prompt tokens of requests that will come, by id.
         under_way: partly computed prompts while few requests wait, by id, the oldest first:
             arrival, tokens left, known tokens, and largest number of KV entries.
         told: prompt tokens per step, as last sent to the instance; None for no limit.
         limit: number of prompt tokens per step over which prompts are spread; 0 for no limit.
-        for_ttft: whether this number exceeds what the target for TBT allows, because that for TTFT
-            is at risk.
+        for_ttft: whether this limit exceeds what the target for TBT allows, because the target for
+            TTFT is at risk.
         stay: requests whose decodes are no longer taken over, or that are bound for elsewhere.
         spent: requests among these that were taken over as often as allowed while others wait.
         longest: KV entries of the longest decode that may be taken over, as last found: 0 if there
@@ -123,9 +123,9 @@ class Account:
         attention_s: seconds for which the next chunk attends to the computed part of its prompt;
             used with a target for TBT.
         is_open: whether a prompt may begin here, unless it is too long.
-        has_room: whether it could take over a decode, unless that is long.
-        busy: share of its time in which it computed prompts.
-        seen: end of its last step, in seconds.
+        has_room: whether the instance could take over a decode that is not too long.
+        busy: share of the instance's time in which it computed prompts.
+        seen: end of the instance's last step, in seconds.
         open_to: accounts that were open at their last update, by name.
     """
 
@@ -167,7 +167,7 @@ class Account:
     open_to: dict[str, "Account"] = field(default_factory=dict)
 
     def of(self, kind: InstanceClass, number: int) -> "Account":
-        """Add the instance to a kind; it adds nothing to the totals until it is updated."""
+        """Add the instance to a kind, whose totals first count it at its next update."""
         self.kind, self.number = kind, number
         self.decodes = self.entries = self.due = self.seats = self.room = 0
         return self
@@ -211,7 +211,7 @@ class Account:
             del self.open_to[self.name]
 
     def widen(self, wide: bool) -> None:
-        """Let steps be as wide as possible, or narrow."""
+        """Let steps be as wide as possible, or else narrow."""
         self.most_backlog = _STEPS_AHEAD * (self.widest if wide else self.budget)
 
     @property
@@ -220,7 +220,7 @@ class Account:
         return self.seats > AMPLE * self.most_seats and self.room > AMPLE * self.pages
 
     def look(self, longest: int | None) -> None:
-        """Record the longest decode that may be taken over."""
+        """Record the KV entries of the longest decode that may be taken over."""
         self.longest = longest
         if longest == 0:
             self.kind.givers.discard(self)
@@ -228,7 +228,7 @@ class Account:
             self.kind.givers.add(self)
 
     def conclude(self) -> None:
-        """Update the values that follow from others."""
+        """Update the values that are derived from others."""
         kind, seat, entries = self.kind, self.seats > 0, self.entries
         speeds = kind.speeds
         self.token_s = None
@@ -242,9 +242,7 @@ class Account:
             kind.fastest = step_s
 
     def seconds(self, tokens: int) -> float:
-        """Return the seconds until ``tokens`` of one more prompt are computed, after earlier
-        prompts.
-        """
+        """Return the seconds until ``tokens`` of a prompt are computed, after earlier prompts."""
         if self.token_s is None:
             speeds = self.kind.speeds
             full_s = speeds.full_s + speeds.full_entry_s * self.entries
@@ -252,7 +250,7 @@ class Account:
         return (self.backlog + tokens) * self.token_s
 
     def note(self, step: StepView) -> None:
-        """Record a step that has ended, with or without a prompt's chunk."""
+        """Record a step that has ended, and whether it had a chunk of a prompt."""
         start, had_time, chunk = self.seen, self.busy < _BUSY, False
         for row in step.rows:
             if row.start < row.request.prompt_len:
@@ -267,7 +265,7 @@ class Account:
         self.kind.with_time += (self.busy < _BUSY) - had_time
 
     def take(self, pages: int, backlog: int = 0) -> None:
-        """Promise a seat and pages to a request, with prompt tokens to be computed."""
+        """Promise a seat and pages to a request with ``backlog`` prompt tokens to compute."""
         self.seats -= 1
         self.room -= pages
         self.backlog += backlog
@@ -286,9 +284,9 @@ class Accounts:
     Attributes:
         views: views of these instances.
         by_name: accounts in the order of instances.
-        kinds: equal instances.
-        open_to: accounts that could begin a prompt, if there is room.
-        largest: the first one with the largest pool.
+        kinds: kinds of equal instances.
+        open_to: accounts whose instances could begin a prompt, if there is room.
+        largest: the first account with the largest pool.
     """
 
     def __init__(self, spared: float, narrow: float = 1.0) -> None:
@@ -301,7 +299,7 @@ class Accounts:
 
     @property
     def mean_context(self) -> float:
-        """Mean KV entries of a decode."""
+        """Mean number of KV entries that a decode sees."""
         decodes = entries = 0
         for kind in self.kinds:
             decodes += kind.decodes

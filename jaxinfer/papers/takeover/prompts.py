@@ -20,17 +20,19 @@ def limit(
     now: float | None = None,
     behind: Sequence[tuple[float, int]] = (),
 ) -> int:
-    """Return the number of prompt tokens that a step may have with its decodes; 0 for no limit.
+    """Return how many prompt tokens a step may have beside its decodes; 0 for no limit.
 
     Prompt tokens that fit into the time of reading the weights cost nothing. Beyond these, prompts
     are spread evenly over a few steps. The limit does not fall until all of them are computed,
     since the last ones would otherwise continue for long. With a target for TBT, a step has as many
-    tokens as meet it; with one for TTFT, as many as meet that, if they are more.
+    tokens as meet the target. With a target for TTFT, it has as many as that target needs, if these
+    are more.
 
     Args:
         now: time in seconds; None if prompts are not there yet, so that no TTFT is at risk.
-        behind: for requests that have to wait, the oldest first: arrival, and prompt tokens in
-            addition to the backlog that must be computed here up to and including them.
+        behind: for each request that has to wait, the oldest first: its arrival, and the prompt
+            tokens that must be computed here in addition to the backlog until its own prompt is
+            done.
     """
     if not (backlog and book.decodes):
         return 0
@@ -74,7 +76,7 @@ def _tokens_within(book: Account, tokens: int, seconds: float) -> int:
 def cost(book: Account, tokens: int, slo: Slo) -> float:
     """Return the seconds until ``tokens`` of one more prompt are computed, weighted by decodes.
 
-    The larger the share of decodes in steps, the more of them a prompt delays there.
+    The larger the share of decodes in steps, the more decodes a prompt delays.
     """
     return seconds(book, tokens, slo) * (1 + _share_of_decodes(book))
 
@@ -109,7 +111,7 @@ def _free_tokens(book: Account) -> int:
 
 
 def note(book: Account, step: StepView) -> None:
-    """Record the remaining tokens of partly computed prompts after a step."""
+    """Record how many tokens of partly computed prompts are left after a step."""
     under_way = book.under_way
     for row in step.rows:
         request = row.request
@@ -122,7 +124,7 @@ def note(book: Account, step: StepView) -> None:
 
 
 def pays(here: Account, there: Account, cluster: ClusterView, slo: Slo) -> float:
-    """Return the seconds by which the oldest partly computed prompt would be done sooner elsewhere.
+    """Return by how many seconds the oldest partly computed prompt would be done sooner elsewhere.
 
     It is 0 if the prompt should stay: until its computed part has taken as long here as the rest
     will take there, times the share of decodes in steps there. The two instances then compute parts
@@ -168,13 +170,13 @@ def best_take(
     cluster: ClusterView,
     slo: Slo,
 ) -> tuple[Account, Account] | None:
-    """Return which instance hands its oldest prompt to which, after a step of ``book``.
+    """Return the instance that should hand over its oldest prompt, and the one that should get it.
 
     Running instances look at others after each of their own steps; idle ones cannot.
 
     Args:
         holders: instances that may have partly computed prompts.
-        open_to: instances that could begin one.
+        open_to: instances that could begin a prompt.
     """
     token_s = book.kind.speeds.token_s
     pairs = [(e, book) for e in holders if e.under_way and e.kind.speeds.token_s > token_s]

@@ -1,4 +1,4 @@
-"""Takeover's latency targets, and a run's report on the target for TBT."""
+"""Takeover's latency targets, and a report on how a run met the target for TBT."""
 
 from collections.abc import Mapping
 
@@ -22,20 +22,20 @@ class Slo(Options):
 
 
 def attention_s(book: Account, step: StepView) -> float:
-    """Return the seconds for which the next chunk attends to the computed part of its prompt."""
+    """Return the seconds for which the next chunk attends to the prompt's computed part."""
     done = ((row.start + row.count, row.request.prompt_len) for row in step.rows)
     return book.kind.speeds.prefix_s * max((at for at, length in done if at < length), default=0)
 
 
 class StepsBesideTarget:
-    """Counts steps with decodes, and those that exceed the target for TBT, with the reasons."""
+    """Counts steps with decodes, and why some exceed the target for TBT."""
 
     def __init__(self) -> None:
         self._steps = 0
         self._longer: dict[str, int] = {}
 
     def note(self, book: Account, step: StepView, tbt: float) -> None:
-        """Count a step that has ended, given the account as it was before."""
+        """Count a step that has ended, given the account from before the step."""
         if not book.decodes:
             return
         self._steps += 1

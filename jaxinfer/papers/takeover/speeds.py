@@ -1,4 +1,4 @@
-"""Speeds of an instance for the decisions of ``Takeover``."""
+"""How fast an instance works, for the decisions of ``Takeover``."""
 
 from dataclasses import dataclass
 
@@ -7,16 +7,16 @@ from jaxinfer.serving.step_fit import StepFit
 
 @dataclass(frozen=True)
 class Speeds:
-    """Seconds of an instance's work, from its fits.
+    """How many seconds an instance's work takes, according to its fits.
 
     Attributes:
-        token_s: seconds of a prompt token in a full step.
+        token_s: seconds that a prompt token takes in a full step.
         sequence_s: seconds that a decode adds to a step.
         entry_s: seconds added by each KV entry that a decode sees.
         step_s: fixed seconds of a step with only decodes.
         full_s: seconds of a step with as many tokens as allowed, without its decodes' entries.
-        full_entry_s: seconds of each of these entries.
-        prefix_s: seconds of each KV entry before a chunk.
+        full_entry_s: seconds that each of these entries adds.
+        prefix_s: seconds that each KV entry before a chunk adds.
     """
 
     token_s: float
@@ -29,9 +29,9 @@ class Speeds:
 
     @classmethod
     def of(cls, fit: StepFit, narrow: float = 1.0) -> "Speeds":
-        """Derive speeds from fits; without a fit of decodes, that of mixed steps is used.
+        """Derive speeds from fits; if there is no fit of decodes, use that of mixed steps.
 
-        A full step has the share ``narrow`` of the tokens of a profiled one.
+        A full step has the share ``narrow`` of the tokens that a profiled full step has.
         """
         mixed, decode = fit.mixed, fit.decode
         entry_s, full_s = max(mixed.per_decode_context, 0.0), max(mixed.constant, 1e-9)
@@ -44,5 +44,5 @@ class Speeds:
         return cls(token_s, sequence_s, seen_s, step_s, narrow * full_s, entry_s, prefix_s)
 
     def displaced(self, context: float) -> float:
-        """Return the prompt tokens that could be computed instead of a decode with this context."""
+        """Return how many prompt tokens could be computed instead of a decode with this context."""
         return 1 + (self.sequence_s + self.entry_s * context) / self.token_s

@@ -188,7 +188,7 @@ class Takeover(System):
     # For each instance, the instances whose decodes it takes.
 
     def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
-        """Take over decodes from other instances, and let others take over this instance's."""
+        """Let this instance take over decodes from others, and others take over this instance's."""
         if cluster.instances is not self._seen:
             self._follow(cluster)
         book = self._books.by_name.get(step.instance)
@@ -335,7 +335,7 @@ class Takeover(System):
             self._takes.take(most, book, actions, lacking)
 
     def on_leg_end(self, request: RequestView, leg: Leg, cluster: ClusterView) -> None:
-        """Count a request where it goes: it is on its way."""
+        """Count a request on the instance to which it is on its way."""
         if cluster.instances is not self._seen:
             self._follow(cluster)
         legs = request.legs
@@ -348,7 +348,7 @@ class Takeover(System):
         self._takes.moves.pop(request.id, None)
 
     def report(self) -> Mapping[str, object]:
-        """Return the numbers of decodes and prompts that were taken over."""
+        """Return how many decodes and how many prompts were taken over."""
         taken = {"decodes_taken": self._takes.decodes, "prompts_taken": self._takes.prompts}
         if self.options.slo.tbt is None:
             return taken

@@ -1,4 +1,4 @@
-"""Moves of ``Takeover``: requests that are taken over by other instances, and how often."""
+"""Moves of ``Takeover``: which instances take over which requests, and how often."""
 
 from collections.abc import Collection
 from heapq import heapify, heappop, heappush
@@ -12,17 +12,17 @@ _AT_ONCE = 2, 30
 
 
 class Takes:
-    """Takes decodes and prompts over, and tracks the instances that requests are bound for.
+    """Takes over decodes and prompts, and tracks the instances that requests are bound for.
 
     Args:
         most_moves: largest number of takeovers of one request.
 
     Attributes:
-        most_moves: as given.
+        most_moves: largest number of takeovers of one request.
         moves: number of takeovers of each request.
         bound_for: instance to which each request is moving, in the order of the takeovers.
-        fixed: places of requests that must not be taken over: bound for an instance, or taken over
-            too often.
+        fixed: places of requests that must not be taken over, because they are bound for an
+            instance or were taken over too often.
         stale: instances that handed a request over since their last step, and may have no further
             step.
         decodes: number of decodes taken over.
@@ -38,7 +38,7 @@ class Takes:
         self.decodes = self.prompts = 0
 
     def take_prompt(self, here: Account, there: Account, actions: list[Action]) -> None:
-        """Let an instance take over the oldest partly computed prompt of another."""
+        """Let an instance take over another one's oldest partly computed prompt."""
         name, (_, rest, known, _) = next(iter(here.under_way.items()))
         del here.under_way[name]
         if name in self.fixed:
@@ -53,7 +53,7 @@ class Takes:
         self.prompts += 1
 
     def longest_of(self, books: Collection[Account], to: Account, actions: list[Action]) -> None:
-        """Let an instance take over the longest decodes of any of these, while it has room."""
+        """Let an instance take over the longest decodes of several others, while it has room."""
         left = [(-inf if each.longest is None else -each.longest, each.number) for each in books]
         by_number = {each.number: each for each in books}
         heapify(left)
@@ -118,7 +118,7 @@ class Takes:
         actions.append(Reassign(name, to.legs, "when_room"))
 
     def take_spent(self, to: Account, book: Account, actions: list[Action]) -> None:
-        """Take over decodes that reached their limit of takeovers, while there is room."""
+        """Let an instance take over decodes at their limit of takeovers, while it has room."""
         running = book.view.running
         for name in list(book.spent):
             request = running.get(name)

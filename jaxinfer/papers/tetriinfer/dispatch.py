@@ -1,4 +1,4 @@
-"""Chooses the decode instance by a request's predicted length, with its accounts."""
+"""Chooses a decode instance by a request's predicted length, and keeps accounts for the choice."""
 
 import random
 from collections import defaultdict
@@ -13,7 +13,7 @@ Dispatch = Literal["two_choices", "ratio", "random", "imbalance"]
 
 
 def least_output(request: RequestView) -> int:
-    """Return the smallest predicted number of output tokens; without prediction, the limit."""
+    """Return the smallest predicted number of output tokens; without a prediction, the limit."""
     if request.predicted is None:
         return request.max_tokens
     return min(request.predicted[0], request.max_tokens)
@@ -21,12 +21,12 @@ def least_output(request: RequestView) -> int:
 
 @dataclass(slots=True)
 class DecodeLoad:
-    """Work of a decode instance at its last report.
+    """The work of a decode instance at its last report.
 
     Attributes:
         room: number of KV entries in free pages not promised to a request.
-        heavy: number of heavy requests given to it that have not ended.
-        light: number of light requests given to it that have not ended.
+        heavy: number of heavy requests that the instance has and that have not ended.
+        light: number of light requests that the instance has and that have not ended.
     """
 
     room: int = 0
@@ -34,7 +34,7 @@ class DecodeLoad:
     light: int = 0
 
     def alike(self, heavy: bool) -> tuple[int, int]:
-        """Return the number of requests of one kind, and of both kinds."""
+        """Return the number of heavy requests, or of light ones, and the number of both."""
         return self.heavy if heavy else self.light, self.heavy + self.light
 
     @property
@@ -45,7 +45,7 @@ class DecodeLoad:
         return float("inf") if self.heavy else 0.0
 
     def give(self, entries: int, heavy: bool, count: int = 1) -> None:
-        """Count a request that is sent there; with ``count`` -1, one that has ended."""
+        """Count a request that is sent to the instance; with ``count`` -1, one that has ended."""
         self.room -= count * entries
         if heavy:
             self.heavy += count
@@ -64,9 +64,9 @@ def choose(
     Args:
         entries: least number of KV entries that the request will have.
         heavy: whether it decodes for long.
-        rule: picks one. ``two_choices``: the one with fewer of its kind, then with fewer of both;
-            ``imbalance``: the other; ``ratio``: the lower ratio of heavy to light ones; ``random``:
-            the first drawn.
+        rule: picks one of the two. ``two_choices``: the one with fewer requests of this kind, then
+            with fewer of both; ``imbalance``: the other one; ``ratio``: the one with the lower
+            ratio of heavy to light requests; ``random``: the one drawn first.
     """
     fitting = [name for name, load in loads.items() if load.room >= entries]
     names = fitting or list(loads)
@@ -85,7 +85,7 @@ def choose(
 
 
 class LoadReports:
-    """The requests on each instance: its last report, and those assigned since.
+    """Tracks the requests on each instance: its last report, and what was assigned since.
 
     Args:
         seed: seed of the draws.
@@ -128,7 +128,7 @@ class LoadReports:
         return name
 
     def forget(self, request: str) -> None:
-        """Forget a request that has ended, or whose instance was lost; the next report shows it."""
+        """Forget a request that has ended or lost its instance; the next report will show it."""
         if given := self._given.pop(request, None):
             name, entries, heavy = given
             self._promised[name].give(entries, heavy, -1)

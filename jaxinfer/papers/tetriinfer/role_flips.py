@@ -1,4 +1,4 @@
-"""Changes the role of an instance that was idle while all instances of the other role were busy."""
+"""Changes an instance's role if it was idle while all instances of the other role were busy."""
 
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
@@ -6,7 +6,7 @@ from itertools import permutations
 
 
 class Flips:
-    """Counts at how many reports each instance was busy.
+    """Counts in how many reports each instance was busy.
 
     Args:
         after: length of the observed window in seconds; None: no instance ever flips.
@@ -20,7 +20,7 @@ class Flips:
         self._reports: dict[str, deque[tuple[float, bool]]] = {}
 
     def watch(self, names: Collection[str], idle: Collection[str], now: float) -> None:
-        """Record a report of all instances."""
+        """Record which instances are idle, in a report of all of them."""
         if self._after is None:
             return
         self._reports = {name: self._reports.get(name, deque()) for name in names}
@@ -31,10 +31,10 @@ class Flips:
                 reports.popleft()
 
     def next(self, roles: Mapping[str, Sequence[str]], now: float) -> tuple[str, str] | None:
-        """Return an instance and its new role: of several, the one that was busy the least.
+        """Return an instance and its new role: among several, the one that was busy the least.
 
-        The last instance of a role stays. An instance changes only to a role that needs it;
-        otherwise a constant load would make instances change back and forth.
+        The last instance of a role keeps that role. An instance changes only to a role that needs
+        it; otherwise a constant load would make instances change back and forth.
 
         Args:
             roles: the two roles, and the instances in each.

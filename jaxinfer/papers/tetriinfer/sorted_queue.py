@@ -13,7 +13,7 @@ STEPS_AHEAD = 2
 
 
 def in_order(window: Sequence[RequestView], order: Order) -> list[RequestView]:
-    """Order requests by shortest prompt, longest prompt or arrival; equal ones by arrival."""
+    """Order requests by shortest prompt, longest prompt or arrival; ties are broken by arrival."""
     match order:
         case "sjf":
             return sorted(window, key=lambda request: request.prompt_len)
@@ -24,7 +24,7 @@ def in_order(window: Sequence[RequestView], order: Order) -> list[RequestView]:
 
 
 class Windows:
-    """A queue for each instance.
+    """One queue of prompts for each instance.
 
     Args:
         size: number of prompts that are sorted together.
@@ -40,17 +40,15 @@ class Windows:
         return bool(self._queues.get(name))
 
     def requests(self) -> set[str]:
-        """Return the requests in any queue."""
+        """Return the requests that are in any queue."""
         return {request for queue in self._queues.values() for request in queue}
 
     def keep(self, names: Iterable[str]) -> None:
-        """Keep queues only for these instances; the contents of others are forgotten."""
+        """Keep the queues of only these instances; the requests in other queues are forgotten."""
         self._queues = {name: self._queues.get(name, {}) for name in names}
 
     def add(self, request: RequestView, cluster: ClusterView) -> None:
-        """Add a prompt to the queue with the fewest tokens to compute, among instances that hold
-        it.
-        """
+        """Add a prompt to the queue with the fewest tokens, of instances that can hold it."""
 
         def tokens(name: str) -> int:
             left = cluster.instances[name].prompt_tokens_left
@@ -68,7 +66,7 @@ class Windows:
     def take(
         self, there: Mapping[str, RequestView], cluster: ClusterView
     ) -> Iterator[tuple[str, RequestView]]:
-        """Return instances with too little work, and their next requests in order.
+        """Yield instances that have too little work, and their next requests in order.
 
         Args:
             there: all queued requests, by id.

@@ -1,4 +1,4 @@
-"""TetriInfer: sorted windows of prompts, decodes placed by predicted length, roles that flip.
+"""TetriInfer: sorted windows of prompts, decodes placed by predicted length, and roles that flip.
 
 This module implements sections 3.2 to 3.5 of the paper. Policies decide how an instance serves its
 requests. For chunks of a fixed number of tokens, set the policy ``mixed`` and ``token_buckets`` to
@@ -49,7 +49,7 @@ class TetriInferOptions(Options):
 
 
 class TetriInfer(System):
-    """Queues each prompt where the fewest tokens wait, until its window is sorted.
+    """Queues each prompt where the fewest tokens wait, until the window of prompts is sorted.
 
     When the prompt is done, its request goes to one of two randomly drawn decode instances, chosen
     by their last reported loads and the requests assigned since. If all instances of a role are
@@ -74,19 +74,17 @@ class TetriInfer(System):
         self._flipped: list[dict[str, object]] = []
 
     def check(self, instances: Collection[str]) -> None:
-        """Check that all instances exist, and that none has both roles."""
+        """Check that all instances exist, and that none has two roles."""
         check_roles({"prefill": self.options.prefill, "decode": self.options.decode}, instances)
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
-        """Return all pairs, since roles change; without flips, pairs from each role to
-        the other.
-        """
+        """Return all routes, since roles change; without flips, those from prefill to decode."""
         if self.options.flip_after_s is not None:
             return super().routes(instances)
         return list(product(self.options.prefill, self.options.decode))
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """Assign prompts in windows, and requests whose prompts are done."""
+        """Assign prompts by windows, and place the decodes of requests whose prompts are done."""
         prefill, decode = self._in_roles(cluster).values()
         if not prefill and not decode:
             # One that drains. If none is left, asking for a lost one tells the loop that all are
@@ -129,13 +127,13 @@ class TetriInfer(System):
         return self._ledger.place(request, names, self.options.heavy_decode, self.options.dispatch)
 
     def on_finish(self, request: RequestView, cluster: ClusterView) -> None:
-        """Remove the request from the accounts."""
+        """Remove a request that has ended from the accounts."""
         self._ledger.forget(request.id)
         self._prefilled.pop(request.id, None)
         self._windows.remove(request.id)
 
     def on_tick(self, cluster: ClusterView) -> Sequence[Action]:
-        """Report loads; then one instance may flip."""
+        """Report loads, after which one instance may flip."""
         roles, instances = self._in_roles(cluster), cluster.instances
         self._ledger.report(instances[name] for name in roles["decode"])
         idle = [n for n, i in instances.items() if not i.num_requests and n not in self._windows]

@@ -19,10 +19,10 @@ from jaxinfer.steps.times import StepTimes
 
 @dataclass(frozen=True)
 class PartSeconds:
-    """Seconds of a layer's parts on the emulated devices.
+    """How long the attention and the FFN of a layer take on the emulated devices.
 
     Attributes:
-        own: times of steps here without the FFN.
+        own: times that steps without the FFN take here.
         ffn: seconds of a layer's FFN here, by bucket of tokens.
         layers: number of the stage's layers.
         slowdowns: how many times slower the stage's own group and its FFN group are.
@@ -34,23 +34,23 @@ class PartSeconds:
     slowdowns: tuple[float, float]
 
     def of_attention(self, work: Work) -> float:
-        """Return the seconds of a layer's attention of a micro-batch.
+        """Return the seconds that a micro-batch's attention takes in one layer.
 
-        What a step takes outside its layers is divided among them.
+        The time that a step takes outside its layers is divided evenly among the layers.
         """
         return self.slowdowns[0] * self.own.seconds(work) / self.layers
 
     def of_ffn(self, tokens: int) -> float:
-        """Return the seconds of a layer's FFN of ``tokens`` tokens with their padding."""
+        """Return the seconds that a layer's FFN takes for ``tokens`` tokens, including padding."""
         return self.slowdowns[1] * self.ffn[tokens]
 
 
 @dataclass
 class EmulatedGroup:
-    """A group that does one piece of work at a time.
+    """An emulated device group, which does one piece of work at a time.
 
     Attributes:
-        free: time at which it has ended all work so far, by ``time.perf_counter``.
+        free: time at which the group has ended all work so far, by ``time.perf_counter``.
         late: seconds by which pieces were late.
     """
 
@@ -58,10 +58,10 @@ class EmulatedGroup:
     late: list[float] = field(default_factory=list)
 
     def end_of(self, ready: float, seconds: float) -> float:
-        """Wait until a piece of work, which is done here, has ended there; return that time.
+        """Wait until the emulated group has ended a piece of work that is done; return that time.
 
         Args:
-            ready: time at which its inputs were there.
+            ready: time at which the inputs of the work were available.
         """
         end = max(ready, self.free) + seconds
         now = time.perf_counter()
@@ -75,7 +75,7 @@ class EmulatedGroup:
 
 
 class EmulatedFfn:
-    """Both groups of a stage.
+    """The two emulated groups of a stage: its own, and that of its FFN.
 
     Attributes:
         own: the stage's own group.
@@ -91,11 +91,11 @@ class EmulatedFfn:
     def ask(
         self, launch: Callable[[], Any], tokens: int, ready: float
     ) -> "Future[tuple[Any, float]]":
-        """Start a layer's FFN; its result is the output, and the time when it was there.
+        """Start a layer's FFN; the future has the output, and the time when it was available.
 
         Args:
             tokens: tokens of the micro-batch with their padding.
-            ready: time at which the hidden states were there.
+            ready: time at which the hidden states were available.
         """
 
         def compute() -> tuple[Any, float]:
@@ -105,7 +105,7 @@ class EmulatedFfn:
         return self._thread.submit(compute)
 
     def take_late(self) -> float:
-        """Return the seconds by which pieces were late since the last call."""
+        """Return by how many seconds pieces of work were late since the last call."""
         late = sum(self.own.late) + sum(self.ffn.late)
         self.own.late, self.ffn.late = [], []
         return late

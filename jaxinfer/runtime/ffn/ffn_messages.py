@@ -10,7 +10,7 @@ from jaxinfer.runtime.spread.lender_client import LenderClient
 
 
 class ComputeFfn(NamedTuple):
-    """Compute one layer's FFN. Answered with its output [T, D] for the same tokens.
+    """Compute one layer's FFN. The answer is its output [T, D] for the same tokens.
 
     Attributes:
         tokens: bucket of the step or of its micro-batch.
@@ -28,5 +28,5 @@ class FfnClient(LenderClient):
     part = "FFN"
 
     def compute(self, layer: int, x_TD: jax.Array, count: int) -> "Future[np.ndarray]":
-        """Request one layer's FFN for the first ``count`` tokens; waits for their inputs."""
+        """Wait for the inputs of the first ``count`` tokens, then request a layer's FFN of them."""
         return self._ask(ComputeFfn(layer, len(x_TD), np.asarray(x_TD)[:count]))

@@ -36,11 +36,11 @@ class FfnStage(Stage):
     """Attention on the stage's mesh, and each layer's FFN on the mesh of another group.
 
     Args:
-        ffn_parameters: parameters of the FFN; None if another process has them.
+        ffn_parameters: the FFN's parameters; None if another process has them.
 
     Attributes:
         elsewhere: the FFN in another process, once it is known.
-        leaves_out_ffn: whether steps leave it out, as they do where the rest is measured.
+        leaves_out_ffn: whether steps leave out the FFN, as they do while the rest is measured.
         emulated: both groups at the speeds of slower devices, if they are emulated.
         outer: parameters outside the layers.
         layers: the attention side's parameters of each layer.
@@ -114,10 +114,10 @@ class FfnStage(Stage):
         return [kind(self, *start) for start in starts]
 
     def borrow(self, number: int, address: Address, patience: float | None) -> None:
-        """Use the FFN that another process computes.
+        """Use the FFN that another process computes for this stage.
 
         Args:
-            number: number of the part, see ``StageFacts.lenders``.
+            number: number of the FFN among the parts in ``StageFacts.lenders``.
             patience: see ``LenderClient``.
         """
         self.elsewhere = FfnClient(address, self.plan.lenders[number], patience)
@@ -125,10 +125,11 @@ class FfnStage(Stage):
     def compute_ffn(
         self, layer: int, y_TD: jax.Array, count: int
     ) -> "jax.Array | np.ndarray | Future[np.ndarray]":
-        """Launch one layer's FFN of ``count`` tokens and their padding, or request it.
+        """Launch one layer's FFN for ``count`` tokens and their padding, or request it.
 
         Returns:
-            Its output; a future of that without padding if another process computes it.
+            The FFN's output; if another process computes it, a future of the output without
+            padding.
         """
         if plan := self.plan.ffn:
             run = self.step.of(("ffn", len(y_TD)))
@@ -174,7 +175,7 @@ class Chain:
         self._y_TD: Any = None
 
     def enter(self, layer: int) -> None:
-        """Compute from the tokens, or from the last layer's FFN, to the end of this one's."""
+        """Compute from the tokens, or from the previous layer's FFN, to the end of this FFN."""
         stage, of, inputs = self._stage, self._stage.step.of, self._inputs
         if not layer:
             stage.kv[0], (self._x_TD, self._ropes), y_TD = of(("first", self._shape))(
@@ -219,7 +220,7 @@ class Chain:
 
 
 class EmulatedChain(Chain):
-    """A micro-batch on its way through an emulated stage; waits for each of its parts.
+    """A micro-batch on its way through an emulated stage; its methods wait until each part ends.
 
     Args:
         work: work of the micro-batch.
@@ -251,7 +252,7 @@ class EmulatedChain(Chain):
 
 
 class OwnChain(Chain):
-    """A micro-batch on its way through a stage without its FFN, to measure the rest."""
+    """A micro-batch on its way through a stage that leaves out its FFN, to measure the rest."""
 
     def _ask(self, layer: int, y_TD: jax.Array) -> Any:
         return y_TD

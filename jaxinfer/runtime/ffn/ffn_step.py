@@ -83,14 +83,14 @@ def last(
 
 
 def ffn(layer: Graph, dtype: jnp.dtype, leaves: Leaves, x_TD: jax.Array) -> jax.Array:
-    """Compute one layer's FFN, on the FFN group."""
+    """Compute one layer's FFN on the FFN group."""
     with jax.default_matmul_precision("highest"):
         found: jax.Array = layer.merge(leaves)(x_TD.astype(jnp.float32)).astype(dtype)
         return found
 
 
 class FfnStep(LayerStep):
-    """A stage's executables, by buckets of the step or of its micro-batches."""
+    """A stage's executables, by the buckets of its steps or of its micro-batches."""
 
     def __init__(self, plan: StagePlan) -> None:
         super().__init__(plan, plan.options.micro_batches > 1)

@@ -71,7 +71,7 @@ _numbers = count()
 
 @dataclass(frozen=True)
 class Landed:
-    """A slab has reached the destination's devices; times are those of ``time.perf_counter``."""
+    """A slab that has reached the destination's devices; times are by ``time.perf_counter``."""
 
     slab: Slab
     start: float
@@ -129,10 +129,10 @@ class Channel:
             side.on_loss(partial(self._lose, end))
 
     def probe(self, names: str) -> float:
-        """Find the fastest transport, and return the GB/s of its slowest pair.
+        """Find the fastest transport, and return the GB/s of its slowest pair of stages.
 
         Raises:
-            JaxinferError: with every transport, a known slab does not arrive, or arrives changed.
+            JaxinferError: a slab with known contents arrives unchanged over none of the transports.
         """
         rates: dict[TransportName, float] = {}
         for name in self._transports:
@@ -176,10 +176,10 @@ class Channel:
 
         Args:
             stage: stage of the source whose layers are sent; by default all stages.
-            after: event after which the KV exists, if a step still has to compute it.
+            after: event after which the KV exists, if a step still has to compute the KV.
 
         Raises:
-            Exception: the source cannot launch it, or is lost.
+            Exception: the source cannot launch the transfer, or is lost.
         """
         if post != self._post:
             self._begin(post)
@@ -218,7 +218,7 @@ class Channel:
         ``send``.
 
         Raises:
-            Exception: the destination cannot launch it, or is lost.
+            Exception: the destination cannot launch the copy, or is lost.
         """
         slab = landed.slab
         table = slab.transfer.dest_hold.tables[slab.pair.dest_shard][0]

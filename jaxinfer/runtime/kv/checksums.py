@@ -10,9 +10,7 @@ from jaxinfer.serving.batch import Transfer
 
 
 def checksum(slab_2LTKH: jax.Array) -> jax.Array:
-    """Return uint32 [L, T]: for each layer, keys and values of each token by their bits
-    and places.
-    """
+    """Return uint32 [L, T]: a sum of each token's keys and values per layer, by bits and places."""
     width = slab_2LTKH.dtype.itemsize
     kind = {2: jnp.uint16, 4: jnp.uint32}[width]
     bits = jax.lax.bitcast_convert_type(slab_2LTKH, kind).astype(jnp.uint32)
@@ -22,7 +20,7 @@ def checksum(slab_2LTKH: jax.Array) -> jax.Array:
 
 
 def known_slab(shape: tuple[int, ...], dtype: jnp.dtype) -> np.ndarray:
-    """Return the slab that both ends of a channel know."""
+    """Return the slab whose contents both ends of a channel know, to test the channel with it."""
     return np.resize((np.arange(251) - 125).astype(dtype), shape)
 
 
@@ -35,14 +33,15 @@ def compare(
     sent_LT: np.ndarray,
     found_LT: np.ndarray,
 ) -> None:
-    """Compare the checksum of a slab that was sent with that of the destination's pages.
+    """Compare the checksum of the slab that was sent with that of the destination's pages.
 
     Args:
         tokens: first token of the slab, and the end.
         page_size: page size of the destination.
 
     Raises:
-        JaxinferError: they differ; names the first layer and page, and the fault if it shows.
+        JaxinferError: they differ; the message names the first layer and page, and the fault if it
+            is recognised.
     """
     start, stop = tokens
     wrong = sent_LT[:, : stop - start] != found_LT[:, : stop - start]

@@ -49,13 +49,13 @@ class EmulatedLinks:
         self._now = 0.0
 
     def least_seconds(self, pairs: Iterable[StagePair]) -> float:
-        """Return the seconds of one KV token on idle links, counting only emulated links."""
+        """Return the seconds that a KV token takes on idle links, counting only emulated links."""
         return self._network.least_seconds(
             ([pair.groups], pair.token_bytes) for pair in pairs if pair.link
         )
 
     def hold_back(self, landed: Landed) -> None:
-        """Let a slab leave at its start, after earlier ones; the data has already been moved."""
+        """Queue a slab, whose data is already there, behind earlier slabs on its emulated link."""
         self._advance(landed.start)
         flow, slab = (landed.slab.transfer, landed.slab.pair), _Slab(landed)
         self._ways.setdefault(_way(landed), deque()).append(slab)
@@ -66,7 +66,7 @@ class EmulatedLinks:
 
     @property
     def next_time(self) -> float | None:
-        """Return the next time at which a slab is sent or lands; None if none is on its way."""
+        """Time at which the next slab is sent or lands; None if no slab is on its way."""
         times = (self._network.next_end, self._landing[0][0] if self._landing else None)
         return min((time for time in times if time is not None), default=None)
 

@@ -18,11 +18,10 @@ class HiddenForm(NamedTuple):
 
 
 class HiddenStates:
-    """A process's ends of a pipeline: receives hidden states from earlier stages, sends to later
-    ones.
+    """One process's ends of a pipeline: takes hidden states from earlier stages, gives its own on.
 
-    A step's number, the same in all processes, identifies its hidden states. A fetch may start
-    before the offer, and then waits for it.
+    A step's number, the same in all processes, identifies its hidden states. A fetch may begin
+    before the hidden states are offered, and then waits for them.
 
     Args:
         host: address of this process.
@@ -48,7 +47,7 @@ class HiddenStates:
         """Wait for a step's hidden states from the previous process; shard them as ``like``.
 
         Raises:
-            OSError, EOFError: that process can no longer be reached.
+            OSError, EOFError: the previous process can no longer be reached.
         """
         assert self.before
         assert like.sharding

@@ -76,8 +76,8 @@ class KVEndpoint:
         host: address of this process.
 
     Attributes:
-        waits_for: for each thread that waits for devices now, the instance that has them, and the
-            time since when it waits.
+        waits_for: for each thread that waits for devices now, the instance that has the devices,
+            and the time at which the wait began.
     """
 
     def __init__(self, stages: Mapping[str, Sequence[Stage]], post: Hear, host: str) -> None:
@@ -88,7 +88,7 @@ class KVEndpoint:
         self._lock = threading.Lock()
 
     def do(self, message: SlabMessage) -> None:
-        """Carry out a message; all that it launches has been launched when this returns.
+        """Carry out a message; when this returns, all work that the message asks for is launched.
 
         Raises:
             Exception: something cannot be launched. Later failures are reported to ``post``.
@@ -212,7 +212,7 @@ class KVProcess(Protocol):
     waits_for: Mapping[int, tuple[str, float]]
 
     def open(self, message: OpenEnd, hear: Hear) -> None:
-        """Prepare an end; ``hear`` receives its answers, in some thread."""
+        """Prepare an end of a stage pair; ``hear`` receives its answers, in some thread."""
 
     def do(self, message: SlabMessage) -> None:
         """Carry out a message.

@@ -20,7 +20,7 @@ _FLOAT32 = 4e-7
 def read_entries(
     stages: Sequence[Stage], tables: Sequence[Sequence[int]], count: int
 ) -> np.ndarray:
-    """Return keys and values of a request's first tokens, float32 [L, 2, T, K, H].
+    """Return keys and values of a request's first ``count`` tokens, float32 [L, 2, T, K, H].
 
     Args:
         tables: for each stage, the request's pages in token order.

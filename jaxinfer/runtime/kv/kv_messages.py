@@ -31,7 +31,7 @@ class OpenEnd(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """Gather a slab from these pages, once a step's stage has ended; answered with Offered.
+    """Gather a slab from these pages once a step's stage has ended. The answer is Offered.
 
     Attributes:
         table: pages of the request, in token order; None asks for a slab that both sides know.
@@ -48,10 +48,10 @@ class Offer(NamedTuple):
 
 
 class Pull(NamedTuple):
-    """Fetch an offered slab; answered with Pulled.
+    """Fetch an offered slab. The answer is Pulled.
 
     Attributes:
-        known: whether it must be the slab that both sides know, which is not kept.
+        known: whether the slab must be the one that both sides know, which is not kept.
     """
 
     end: int
@@ -62,7 +62,7 @@ class Pull(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Write a slab that was pulled to these pages; answered with Checked if slabs are verified."""
+    """Write a pulled slab to these pages. If slabs are verified, the answer is Checked."""
 
     end: int
     slab: int
@@ -101,7 +101,7 @@ class Pulled(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """The checksum of a slab's entries in the pages."""
+    """The checksum of a slab's entries, as read from the destination's pages."""
 
     end: int
     slab: int

@@ -51,7 +51,7 @@ Launched = Callable[[int, End], None]
 def join(threads: Iterable[threading.Thread]) -> None:
     """Wait for threads that were told to end, but not for a thread that hangs.
 
-    A thread that still frees arrays when the interpreter ends would crash it.
+    A thread that still frees arrays when the interpreter ends would crash the interpreter.
     """
     for thread in threads:
         if thread is not threading.current_thread():

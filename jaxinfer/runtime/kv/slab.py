@@ -81,14 +81,14 @@ def scatter(
 
 @dataclass(frozen=True)
 class SlabFormat:
-    """The contents of a slab between two stages: entries of the layers that both have.
+    """The format of slabs between two stages: which entries they contain, of layers that both have.
 
     Attributes:
         first: first layer, in the whole model.
         stop: end of the layers, in the whole model.
         num_heads: number of the model's KV heads, without padding.
         dtype: the narrower of the two stages' types.
-        shards: number of pieces by heads into which both stages' pages can be divided.
+        shards: number of pieces into which both stages' pages can be divided by heads.
     """
 
     first: int
@@ -113,19 +113,17 @@ class SlabFormat:
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
-        """[2, L, T, K, H]: keys and values."""
+        """Shape of a slab, [2, L, T, K, H], with keys first and values second."""
         return 2, self.stop - self.first, SLAB_TOKENS, self.num_heads, self.head_dim
 
     @property
     def token_bytes(self) -> int:
-        """KV bytes per token."""
+        """Bytes of KV per token."""
         layers = self.stop - self.first
         return 2 * layers * self.num_heads * self.head_dim * self.dtype.itemsize
 
     def sharding(self, plan: StagePlan) -> NamedSharding:
-        """Return a sharding by heads like the stage's pages, if that divides them;
-        else replicated.
-        """
+        """Return the sharding of a slab by heads, like the stage's pages, or a replicated one."""
         table = plan.config.layout.kv if self.num_heads % plan.kv_ways == 0 else {}
         return NamedSharding(
             plan.mesh, PartitionSpec(*[None] * 3, *spec("K", table, plan.mesh.axis_names))
@@ -151,7 +149,7 @@ class SlabSource:
     def take(
         self, table: Sequence[int], start: int, stop: int
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Launch the gather of up to ``SLAB_TOKENS`` tokens, and the checksum; returns at once.
+        """Launch the gather of up to ``SLAB_TOKENS`` tokens, and the checksum; return at once.
 
         Args:
             table: pages of the request, in token order.
@@ -181,9 +179,10 @@ class SlabDest:
     def place(
         self, array: jax.Array, table: Sequence[int], start: int, stop: int
     ) -> jax.Array | None:
-        """Launch the scatter of a slab that has arrived; returns at once.
+        """Launch the scatter of a slab that has arrived; return at once.
 
-        If transfers are verified, returns the checksum of the entries in the pages after writing.
+        The result is the checksum of the entries in the pages after writing, if transfers are
+        verified.
         """
         plan, kv, layers = self._stage.plan, self._stage.kv, self._layers
         pages, offset = _where(plan, table, start, stop)

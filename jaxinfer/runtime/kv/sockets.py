@@ -42,7 +42,7 @@ def call(host: str, port: int, key: bytes, patience: float | None = None) -> soc
         patience: seconds to wait for an answer, by default ``CONNECT_S``.
 
     Raises:
-        OSError: no process listens there, or it has another key.
+        OSError: no process listens at the address, or the process has another key.
     """
     patience = patience or CONNECT_S
     called = socket.create_connection((host, port), patience)
@@ -89,10 +89,10 @@ def _introduced(
 
 
 def send(there: "Connection[Any, Any]", message: object) -> None:
-    """Send a message for the other side's ``recv``, pickled in half the time of
-    ``Connection.send``.
+    """Pickle and send a message for the other side's ``recv``, faster than ``Connection.send``.
 
-    ``Connection.send`` uses a pickler that also handles sockets, which no message has.
+    It takes half of the time, since ``Connection.send`` uses a pickler that also handles sockets,
+    which no message has.
 
     Raises:
         OSError: the other end is closed.
@@ -101,7 +101,7 @@ def send(there: "Connection[Any, Any]", message: object) -> None:
 
 
 class Torn(OSError):
-    """A message was only half sent when its sender was interrupted."""
+    """Raised when the sender of a message was interrupted after sending only a part of it."""
 
 
 class Sender:
@@ -148,7 +148,7 @@ def _rest(parts: list[memoryview], sent: int) -> list[memoryview]:
 
 
 def set_patience(there: socket.socket, seconds: float) -> None:
-    """Set how long to wait for each part of incoming data, in seconds; 0 means for ever."""
+    """Set how many seconds to wait for each part of incoming data; 0 means for ever."""
     patience = struct.pack("ll", *divmod(round(seconds * 1e6), 10**6))
     there.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
 
@@ -166,7 +166,7 @@ def _keep_watch(there: socket.socket) -> None:
 
 
 def be_acknowledged(there: socket.socket) -> None:
-    """Also break the connection when sent data is not accepted for ``VANISHED_S`` seconds.
+    """Also break the connection if the other host accepts no data for ``VANISHED_S`` seconds.
 
     Do not use it for slabs: a process that is stopped for a while (for example by Ctrl-Z) accepts
     nothing once its buffers are full. Small messages every second take about twenty minutes to fill
@@ -176,10 +176,10 @@ def be_acknowledged(there: socket.socket) -> None:
 
 
 def join_address(host: str, port: int) -> str:
-    """Return ``HOST:PORT``."""
+    """Return an address as ``HOST:PORT``."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a numeric address is one that other hosts cannot reach."""
+    """Tell whether a numeric address is one that other hosts cannot reach."""
     return ipaddress.ip_address(host.partition("%")[0]).is_loopback

@@ -23,8 +23,8 @@ class StagePair:
         page_size: page size of the destination.
         groups: device groups of the two stages.
         link: link between these groups, if emulated.
-        source_end: number of the source's end in messages.
-        dest_end: number of the destination's end in messages.
+        source_end: number by which messages name the source's end.
+        dest_end: number by which messages name the destination's end.
     """
 
     form: SlabFormat
@@ -46,7 +46,7 @@ class StagePair:
         groups: tuple[str, str],
         link: LinkConfig | None,
     ) -> "StagePair":
-        """Pair two stages, by their plans."""
+        """Pair two stages by their plans."""
         ends = next(_ends), next(_ends)
         size = dest.limits.page_size
         form = SlabFormat.between(source, dest)
@@ -54,7 +54,7 @@ class StagePair:
 
     @property
     def token_bytes(self) -> int:
-        """KV bytes per token."""
+        """Bytes of KV per token."""
         return self.form.token_bytes
 
 

@@ -24,8 +24,8 @@ class Transport(Protocol):
     """One process's end of a transport.
 
     Attributes:
-        in_place: whether the thread that offered a slab also fetches it, because nothing has to be
-            waited for; otherwise a thread of the destination's side fetches it.
+        in_place: whether the thread that offered a slab also fetches it, because a fetch need not
+            wait; otherwise a thread of the destination's side fetches the slab.
         advice: what a user can do if an array arrives changed.
         address: address from which the other side fetches.
     """
@@ -46,7 +46,7 @@ class Transport(Protocol):
         """Fetch an offered slab from the address; each slab can be fetched once.
 
         Args:
-            sharding: final sharding, which the caller applies.
+            sharding: final sharding of the slab, which the caller applies.
 
         Raises:
             JaxinferError: no slab with this number is offered.
@@ -113,7 +113,7 @@ class TcpTransport:
 
     Args:
         host: address of this process.
-        waits: let a fetch wait until its number is offered.
+        waits: let a fetch wait until a slab with its number is offered.
     """
 
     in_place: ClassVar = False
@@ -153,7 +153,7 @@ class TcpTransport:
         sharding: Sharding,
         patience_s: float | None,
     ) -> np.ndarray:
-        """See Transport; without ``patience_s`` it waits for ever."""
+        """See Transport; waits for ever if ``patience_s`` is None."""
         thread = threading.get_ident(), address
         if thread not in self._sources:
             self._sources[thread] = Connection(call(*address).detach())
@@ -220,7 +220,7 @@ ADDRESSES = 8
 
 
 class JaxTransport:
-    """Carries slabs by ``jax.experimental.transfer``, between devices as far as platforms can.
+    """Carries slabs by ``jax.experimental.transfer``, directly between devices if platforms can.
 
     An offer that is never pulled stays in memory: the server cannot withdraw it.
 

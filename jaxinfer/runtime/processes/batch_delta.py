@@ -37,7 +37,7 @@ class _Told:
 
 
 class BatchEncoder:
-    """Encodes successive batches as differences, in the loop's process.
+    """Encodes successive batches as differences from the previous one, in the loop's process.
 
     Args:
         shards: numbers of the instance's KV shards that the other process has.
@@ -52,7 +52,7 @@ class BatchEncoder:
         self._numbers = 0
 
     def encode(self, batch: Batch, step: int, origin: float) -> Launch:
-        """Return everything that the decoder needs for its own copy of the batch."""
+        """Return the message from which the decoder makes its own copy of a batch."""
         new: list[NewRequest] = []
         pages: list[tuple[int, int, Sequence[NewPages]]] = []
         tokens: list[tuple[int, list[int]]] = []
@@ -144,7 +144,7 @@ class _Pages:
 
 
 class BatchDecoder:
-    """Decodes the same batches in the worker's process.
+    """Decodes the messages of a ``BatchEncoder`` to batches, in the worker's process.
 
     Args:
         num_shards: number of shards of the instance's KV, one for each stage.
@@ -156,7 +156,7 @@ class BatchDecoder:
         self._pages: dict[int, _Pages] = {}
 
     def decode(self, told: Launch) -> Batch:
-        """Return the batch, which is valid for one step."""
+        """Return the batch that a message describes; it is valid for one step."""
         for number in told.gone:  # The process may not know one whose message was interrupted.
             self._requests.pop(number, None)
             self._pages.pop(number, None)

@@ -21,8 +21,8 @@ class GpuProcess:
     """A process in which JAX may use GPUs.
 
     Attributes:
-        gpus: names of the GPUs that it sees, as in CUDA_VISIBLE_DEVICES; empty for all.
-        given: share of their memory that the user has set; None if it is chosen.
+        gpus: names of the GPUs that the process sees, as in CUDA_VISIBLE_DEVICES; empty for all.
+        given: share of the GPUs' memory that the user has set; None if jaxinfer chooses it.
     """
 
     gpus: Sequence[str]
@@ -30,7 +30,7 @@ class GpuProcess:
 
 
 def gpu_processes(config: ClusterConfig, has_gpus: bool) -> dict[str, GpuProcess]:
-    """Return the processes of this host that will use GPUs, by their group's name.
+    """Return this host's processes that will use GPUs, by the names of their groups.
 
     Args:
         has_gpus: whether groups without a ``platform`` use GPUs.
@@ -149,7 +149,7 @@ class GpuShares:
         return {} if share is None else {SETTINGS[0]: f"{share:.2f}"}
 
     def lines(self) -> Iterator[str]:
-        """Yield lines that tell the user of the shares."""
+        """Yield lines that tell the user which share each process takes."""
         if self.of:
             each = ", ".join(f"{_called(name)} {share:.0%}" for name, share in self.of.items())
             yield (

@@ -20,7 +20,7 @@ from jaxinfer.runtime.stage.stage_plan import AttentionPlan, StageFacts
 
 
 class LoadInstances(NamedTuple):
-    """Load these instances on the devices that the process sees. Answered with Loaded.
+    """Load these instances on the devices that the process sees. The answer is Loaded.
 
     Attributes:
         host: address of the process.
@@ -34,7 +34,7 @@ class LoadInstances(NamedTuple):
 
 
 class FollowOn(NamedTuple):
-    """Receive an instance's hidden states from the process at this address. Answered with Left.
+    """Receive an instance's hidden states from the process at this address. The answer is Left.
 
     Attributes:
         link: link on which they arrive, if emulated.
@@ -46,9 +46,9 @@ class FollowOn(NamedTuple):
 
 
 class Lend(NamedTuple):
-    """Prepare a part of the layers of a stage in another process. Answered with Lent.
+    """Prepare a part of the layers of a stage in another process. The answer is Lent.
 
-    For KV heads, their memory is allocated; for the FFN, its weights are loaded.
+    The process allocates the memory of KV heads, or loads the weights of the FFN.
 
     Attributes:
         plan: plan of the stage.
@@ -63,13 +63,13 @@ class Lend(NamedTuple):
 
 
 class OpenPools(NamedTuple):
-    """Compile the work on lent parts, and accept connections. Answered with Left."""
+    """Compile the work on lent parts, and accept connections. The answer is Left."""
 
 
 class Borrow(NamedTuple):
     """Use the part of a stage's layers that is computed at this address.
 
-    Answered with Left if ``wait`` is true.
+    The answer is Left if ``wait`` is true.
     """
 
     instance: str
@@ -87,7 +87,7 @@ class BreakOff(NamedTuple):
 
 
 class Forget(NamedTuple):
-    """Forget all requests, and continue without some pools. Answered with Forgot.
+    """Forget all requests, and continue without some pools. The answer is Forgot.
 
     Attributes:
         pools: pairs of a stage's number and the number of an attention group in it.
@@ -99,9 +99,7 @@ class Forget(NamedTuple):
 
 
 class Prepare(NamedTuple):
-    """Compile everything that steps with this sampler need. Answered with Left if ``wait``
-    is true.
-    """
+    """Compile all that steps with this sampler need. The answer is Left if ``wait`` is true."""
 
     instance: str
     sampler: SamplerShape
@@ -109,7 +107,7 @@ class Prepare(NamedTuple):
 
 
 class NewRequest(NamedTuple):
-    """The constant parts of a request, sent once."""
+    """Those parts of a request that never change, which are sent once."""
 
     number: int
     id: str
@@ -124,12 +122,13 @@ NewPages = list[int] | dict[int, list[int]]
 
 
 class Launch(NamedTuple):
-    """Start a step. Answered with StepEnded or WorkerFailed.
+    """Start a step. The answer is StepEnded or WorkerFailed.
 
     Attributes:
         new: requests that the process does not know.
         gone: numbers of requests that have left.
-        tokens: output tokens that the process does not know yet, for requests with several such.
+        tokens: output tokens that the process does not know yet, for requests with several unknown
+            ones.
         rows: integers of eight bytes: for each row the request, the output token that the process
             does not know yet (-1: none, or several), start, count, samples, input_pending, epoch.
         pages: for each request its number, how many pages it has already, and the new pages of each
@@ -149,7 +148,7 @@ class Launch(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Copy KV heads between the pools of an instance's stages here. Answered with Moved.
+    """Copy KV heads between the pools of an instance's stages here. The answer is Moved.
 
     Attributes:
         move: unique number of the move.
@@ -161,7 +160,7 @@ class Move(NamedTuple):
 
 
 class Measure(NamedTuple):
-    """Call this with the process's ``Engine`` of an instance. Answered with CallResult."""
+    """Call ``measure`` with the process's ``Engine`` of an instance. The answer is CallResult."""
 
     instance: str
     measure: Callable[[Any], Any]
@@ -179,11 +178,11 @@ class EmulateSteps(NamedTuple):
 
 
 class Heartbeat(NamedTuple):
-    """Sent each second."""
+    """A sign of life, sent each second."""
 
 
 class Hello(NamedTuple):
-    """Sent once: the versions that the process runs."""
+    """The versions that the process runs, sent once."""
 
     jax: str
     jaxinfer: str
@@ -205,8 +204,8 @@ class Loaded(NamedTuple):
     """The plans of each instance's stages, and its worker's ``parts``.
 
     Attributes:
-        addresses: for instances with stages in other processes, the address from which to receive
-            hidden states.
+        addresses: for instances with stages in other processes, the address that sends hidden
+            states.
     """
 
     plans: Mapping[str, Sequence[StageFacts]]
@@ -215,10 +214,10 @@ class Loaded(NamedTuple):
 
 
 class Forgot(NamedTuple):
-    """The Forget with this number is done, after everything sent before has ended or failed.
+    """The Forget with this number is done; all work sent before has ended or failed.
 
     Attributes:
-        why: reason why it failed; None if it succeeded.
+        why: reason why the Forget failed; None if it succeeded.
     """
 
     number: int
@@ -233,13 +232,13 @@ class Lent(NamedTuple):
 
 
 class CallResult(NamedTuple):
-    """The result of the call."""
+    """The result of the function that Measure has sent."""
 
     found: Any
 
 
 class Moved(NamedTuple):
-    """KV heads have been copied: start and end time, and number of bytes."""
+    """KV heads have been copied: when the copy began and ended, and the number of bytes."""
 
     instance: str
     move: int
@@ -252,7 +251,7 @@ class StepEnded(NamedTuple):
     """A step's results.
 
     Attributes:
-        results: arguments of its StepDone except the batch.
+        results: arguments of the step's StepDone except the batch.
         overruns: for each stage, the seconds by which emulated steps were late since the last step.
         compiles: for each stage, as ``CompiledStep`` counts: compiles, seconds, late ones.
     """
@@ -265,7 +264,7 @@ class StepEnded(NamedTuple):
 
 
 class WorkerFailed(NamedTuple):
-    """An instance has failed; ``is_mistake``: whether by the user's mistake."""
+    """An instance has failed; ``is_mistake`` says whether the user made a mistake."""
 
     instance: str
     is_mistake: bool
@@ -273,6 +272,6 @@ class WorkerFailed(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """A message cannot be carried out."""
+    """The process cannot carry out a message, for the reason in ``line``."""
 
     line: str

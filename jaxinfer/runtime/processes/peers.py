@@ -33,8 +33,8 @@ class Peer(Protocol):
     """A process at the other end of a socket.
 
     Attributes:
-        where: its location, in words.
-        clock_offset: seconds by which its ``time.perf_counter`` is ahead of this process's.
+        where: where the process runs, in words.
+        clock_offset: seconds by which the peer's ``time.perf_counter`` is ahead of this process's.
         way: addresses of this host and of the other one, each as seen from the other; None if the
             process is on this host.
     """
@@ -79,7 +79,7 @@ class Greeting(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """The last message of a worker: a process that it started has ended, with this code."""
+    """A listening worker's last message: a process that it started has ended with this code."""
 
     code: int
 
@@ -92,7 +92,7 @@ class RemotePeer:
         give_back: called when the process should end.
 
     Raises:
-        JaxinferError: no process listens there, or it has another key.
+        JaxinferError: no process listens at the address, or the process has another key.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class RemotePeer:
         self.way = None if is_loopback(there) else (self.socket.getsockname()[0], there)
 
     def end(self, patience_s: float) -> str:
-        """See Peer; the listening worker ends it."""
+        """See Peer; the listening worker ends the process."""
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         self._give_back()
@@ -143,10 +143,10 @@ class RemotePeer:
 
 
 def shared_key() -> str:
-    """Return the secret from the environment.
+    """Return the key that processes share, from the environment.
 
     Raises:
-        JaxinferError: it is not set.
+        JaxinferError: the environment has no key.
     """
     if not (key := os.environ.get(KEY)):
         raise JaxinferError(f"{KEY} is not set: a secret that workers and their jobs share")
@@ -189,5 +189,5 @@ def start_worker(
 
 
 def how_ended(code: int) -> str:
-    """Put into words how a process ended, by its exit code."""
+    """Return in words how a process ended, given its exit code."""
     return f"was ended by signal {-code}" if code < 0 else f"has ended ({code})"

@@ -8,7 +8,7 @@ from jaxinfer.runtime.kv.kv_messages import OpenEnd, SlabMessage
 
 
 class PipelineEndpoint:
-    """The processes of one instance as a side of channels; see ``KVProcess``.
+    """All processes of one instance as one side of channels; see ``KVProcess``.
 
     Args:
         sides: processes in the order of their stages.

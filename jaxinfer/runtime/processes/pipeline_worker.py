@@ -65,8 +65,8 @@ class PipelineWorker:
 
     Attributes:
         parts: numbers of the stages, grouped by consecutive stages on one mesh.
-        sampler: the last requested sampler.
-        lends: groups of these processes at the start.
+        sampler: the sampler that was requested last.
+        lends: groups whose processes lent parts at the start.
         without: numbers of the KV shards that were lost and that the instance continues without.
         coming: new processes that will lend pools in place of lost ones, by group.
         given_up: whether the instance and its processes are lost.
@@ -130,16 +130,16 @@ class PipelineWorker:
 
     @property
     def stages(self) -> list[RemoteStage]:
-        """Stages in their order."""
+        """Stages of the instance, in pipeline order."""
         return [stage for part in self._there for stage in part.stages]
 
     @property
     def pieces(self) -> Sequence[RemoteWorker]:
-        """The workers of the processes with stages, in their order."""
+        """The workers of the processes with stages, in pipeline order."""
         return self._there
 
     def begin_again(self, lenders: Sequence[Process] = ()) -> None:
-        """Start again after all of its processes were replaced, including those that lend pools."""
+        """Start again after all processes were replaced, including those that lend pools."""
         self._lenders = [self._lender(process) for process in lenders]
         self.without, self.coming, self.given_up = [], {}, False
         self._failed = None
@@ -153,7 +153,7 @@ class PipelineWorker:
 
     @property
     def processes(self) -> list[Process]:
-        """The processes that have stages, in their order, and those of attention and FFN groups."""
+        """The processes with stages, in pipeline order, then those of attention and FFN groups."""
         return [part.process for part in [*self._there, *self._lenders]]
 
     @property
@@ -163,7 +163,7 @@ class PipelineWorker:
 
     @property
     def needs_all(self) -> bool:
-        """True if the instance is lost with any of its processes."""
+        """True if the loss of any one process is the loss of the instance."""
         return len(self._there) > 1 or any(stage.plan.ffn_group for stage in self.stages)
 
     @property
@@ -202,14 +202,14 @@ class PipelineWorker:
         yield 0
 
     def measure(self, measure: Callable[[Any], T]) -> Iterator[T]:
-        """Yield the results of a function of the ``Engine`` in each process with stages."""
+        """Call a function with the ``Engine`` of each process with stages; yield the results."""
         for part in self._there:
             yield next(part.process.ask(Measure(self.instance, measure))).found
 
     def launch(
         self, batch: Batch, origin: float, post: Post, launched: Launched = lambda *args: None
     ) -> None:
-        """Start a step and return. ``post`` gets its StepDone, with times since ``origin``."""
+        """Start a step and return. ``post`` gets the StepDone, with times since ``origin``."""
         found: dict[int, StepDone] = {}
 
         def hear(number: int, answer: StepDone | Failed) -> None:
@@ -233,7 +233,7 @@ class PipelineWorker:
         """Become ready for steps of other requests; see ``Worker``.
 
         Raises:
-            Exception: it has failed.
+            Exception: the instance has failed.
         """
         # Hidden states are dropped when their receivers have everything that they were told of.
         for part in reversed(self._there):
@@ -282,7 +282,7 @@ class PipelineWorker:
             self.give_up(error)
 
     def give_up(self, why: Exception) -> None:
-        """End its processes that serve no other instance."""
+        """End those processes of the instance that serve no other instance."""
         self.given_up = True  # This comes first; otherwise, one might be started again.
         for process in [*self.processes, *self.coming.values()]:
             if process.workers.keys() <= {self.instance}:
@@ -305,10 +305,10 @@ class PipelineWorker:
         ]
 
     def go_on(self) -> None:
-        """Let the stages' process forget all requests, and the pools of lost processes.
+        """Let the stages' process forget all requests, and the pools that lost processes had.
 
         Raises:
-            JaxinferError: it is lost, too.
+            JaxinferError: the stages' process is lost, too.
         """
         (part,), gone = self._there, self.lost_lenders
         for each in self._lenders:
@@ -351,7 +351,7 @@ class PipelineWorker:
         return None
 
     def close(self) -> None:
-        """Do nothing: processes are ended as a whole."""
+        """Do nothing: each process is ended as a whole."""
 
 
 @contextmanager

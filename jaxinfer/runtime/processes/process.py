@@ -44,7 +44,7 @@ class Listener(Protocol):
     """Receives the events of one instance in a process."""
 
     def on_step(self, answer: StepEnded) -> None:
-        """Take a step's results."""
+        """Take the results of a step."""
 
     def on_move(self, answer: Moved) -> None:
         """Record that KV heads have moved."""
@@ -61,14 +61,14 @@ class Process:
     """A process with its own devices, which this process started and will end.
 
     Args:
-        name: name of its group.
-        peer: connection to it.
+        name: name of the process's group.
+        peer: connection to the process.
 
     Attributes:
-        lost: reason why it has ended, or None.
-        workers: workers of its instances, by name.
+        lost: reason why the process has ended, or None.
+        workers: workers of the process's instances, by name.
         ends: receivers of the answers of each end.
-        on_loss: called, in a thread, when it has ended.
+        on_loss: called, in a thread, when the process has ended.
         asking: lock to hold during a question if other threads may ask, too, because an answer goes
             to any listener.
     """
@@ -94,7 +94,7 @@ class Process:
         self._reader.start()
 
     def send(self, message: Any) -> None:
-        """Send a message, to be carried out after all earlier ones.
+        """Send a message, which the process carries out after all earlier ones.
 
         Raises:
             ProcessLost: the process has ended.
@@ -116,7 +116,7 @@ class Process:
         """Send a message, and yield its answers as they come.
 
         Raises:
-            JaxinferError: it cannot be done, by the user's mistake or because the process is lost.
+            JaxinferError: the process refuses, because the user made a mistake, or is lost.
         """
         try:
             self.send(message)
@@ -142,7 +142,8 @@ class Process:
         Answers to an interrupted caller, which were never read, are dropped.
 
         Raises:
-            JaxinferError: it cannot, does not within ``patience`` seconds, or is lost.
+            JaxinferError: the process cannot do so, does not do so within ``patience`` seconds, or
+                is lost.
         """
         with self.asking:
             asked = Forget(instance, pools, next(self._numbers))
@@ -162,7 +163,7 @@ class Process:
                         raise ProcessGone(str(answer))
 
     def close(self) -> None:
-        """End the process; waits at most a few seconds."""
+        """End the process; this takes at most a few seconds."""
         self._closing = True
         # Not done by a message: garbage collection may call this in the thread that is just sending
         # one.
@@ -184,7 +185,7 @@ class Process:
     def wait_until_told(self) -> None:
         """Wait until the process has ended and all its users know.
 
-        A user told later would mistake this for the loss of the process that replaces it.
+        A user that is told later would believe that the process that replaces this one was lost.
         """
         self._reader.join()
 

@@ -55,7 +55,7 @@ class RemoteEndpoint:
 
     @property
     def group(self) -> str:
-        """Name of the group whose process it is."""
+        """Name of the process's group."""
         return self._process.name
 
     def open(self, message: OpenEnd, hear: Hear) -> None:
@@ -64,13 +64,13 @@ class RemoteEndpoint:
         _open_end(self._process, message, hear)
 
     def open_on(self, process: Process) -> None:
-        """Prepare the same ends in another process."""
+        """Open the same ends of stage pairs in another process."""
         process.on_loss += self._on_loss
         for message, hear in self._ends:
             _open_end(process, message, hear)
 
     def move_to(self, process: Process) -> None:
-        """Continue in another process, in which the ends are open."""
+        """Continue in another process, which has opened the ends."""
         self._process = process
 
     def do(self, message: SlabMessage) -> None:
@@ -95,7 +95,7 @@ def _open_end(process: Process, message: OpenEnd, hear: Hear) -> None:
 def reach(
     config: ClusterConfig, names: Collection[str], shares: GpuShares
 ) -> Iterator[tuple[str, Peer]]:
-    """Connect to the groups' own processes, and yield each one.
+    """Connect to the groups that have their own processes, and yield each group and its connection.
 
     Args:
         shares: shares of the memory of this host's GPUs.
@@ -128,8 +128,8 @@ class OtherProcesses:
         layers: layers of each stage, for instances with stages in several processes.
 
     Attributes:
-        gpu_shares: shares of GPU memory of these processes and of this one, on GPUs that several
-            use.
+        gpu_shares: shares of GPU memory for these processes and for this one, on GPUs that several
+            processes use.
     """
 
     def __init__(
@@ -170,10 +170,10 @@ class OtherProcesses:
         return others
 
     def begin_again(self, group: str, part: ClusterConfig) -> Process:
-        """Start a group's process in place of a lost one; it loads its part.
+        """Start a group's process in place of a lost one; the new process loads its part.
 
         Raises:
-            JaxinferError: it cannot be reached.
+            JaxinferError: the process cannot be reached.
         """
         ((_, peer),) = reach(self._config, [group], self.gpu_shares)
         process = self._processes[group] = Process(group, peer)
@@ -205,7 +205,7 @@ class OtherProcesses:
         return next((way[0] for way in ways if way), LOOPBACK)
 
     def load(self, progress: Progress) -> dict[str, AnyRemote]:
-        """Wait until all have loaded and compiled; return their workers by instance.
+        """Wait until all processes have loaded and compiled; return their workers by instance.
 
         Raises:
             JaxinferError: a process fails, or has ended.
@@ -241,7 +241,7 @@ class OtherProcesses:
         loaded: Loaded,
         progress: Progress = lambda what, left: None,
     ) -> tuple[Process, Loaded]:
-        """Lend attention and FFN groups to a process's stages; add them to the stages' plans."""
+        """Let attention and FFN groups lend to a process's stages; add the parts to the plans."""
         plans = list(loaded.plans[instance])
         lent: dict[tuple[int, int], Lent] = {}
         groups = dict.fromkeys(group for plan in plans for group in plan.lenders)
@@ -259,7 +259,7 @@ class OtherProcesses:
         return process, loaded._replace(plans={**loaded.plans, instance: plans})
 
     def side_of(self, instance: str) -> RemoteEndpoint | PipelineEndpoint:
-        """Return the process of an instance, or its processes, other than this one."""
+        """Return those processes of an instance, other than this one, as a side of channels."""
         return self._pipelines.get(instance) or self._there[instance]
 
     def close(self) -> None:
@@ -271,14 +271,15 @@ class OtherProcesses:
 def lend_pools(
     instance: str, plans: Sequence[StageFacts], lender: Process, host: str
 ) -> dict[tuple[int, int], Lent]:
-    """Let the process of an attention or FFN group prepare for all stages that use it.
+    """Let an attention or FFN group's process prepare its parts of all stages that use the group.
 
     Args:
         plans: plans of the stages.
         host: address of the process.
 
     Returns:
-        Its parts, by the number of the stage and of the part in it.
+        The parts that the process lends, by the number of the stage and that of the part in the
+        stage.
     """
     return {
         (stage, number): next(lender.ask(Lend(instance, plan, number, host)))
@@ -289,7 +290,7 @@ def lend_pools(
 
 
 def open_pools(lender: Process) -> Iterator[Left]:
-    """Prepare parts before they can be used; yields the number left."""
+    """Let a process compile the parts that it lends; yield the number of parts left."""
     answers = lender.ask(OpenPools())
 
     def until_done() -> Iterator[Left]:

@@ -16,7 +16,7 @@ CONNECT_S = 5.0
 
 
 def connect(address: str) -> Any:
-    """Return Ray's package, connected to a cluster; the first address of a process counts.
+    """Return Ray's package, connected to a cluster; later calls ignore their address.
 
     Args:
         address: ``HOST:PORT`` of the cluster's head, ``auto`` for the cluster of this host, or
@@ -46,7 +46,7 @@ def import_ray() -> Any:
     """Import Ray's package.
 
     Raises:
-        JaxinferError: it is not installed.
+        JaxinferError: Ray is not installed.
     """
     try:
         import ray

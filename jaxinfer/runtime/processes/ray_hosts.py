@@ -18,7 +18,7 @@ PLACE_S = 300.0
 
 
 class ListeningWorker:
-    """An actor: a listening worker on its node, with the devices that Ray gives it.
+    """A Ray actor: a listening worker on its node, with the devices that Ray gives it.
 
     Args:
         key: key that the job must have.
@@ -32,7 +32,7 @@ class ListeningWorker:
         threading.Thread(target=self._server.serve, daemon=True).start()
 
     def address(self) -> str:
-        """Return ``HOST:PORT``."""
+        """Return the worker's address as ``HOST:PORT``."""
         return self._server.address
 
 

@@ -25,7 +25,7 @@ from jaxinfer.serving.world import StepDone
 
 @dataclass
 class CompileCounts:
-    """See ``CompiledStep``."""
+    """How much a stage has compiled; see ``CompiledStep``."""
 
     compiles: int = 0
     compile_s: float = 0.0
@@ -48,7 +48,7 @@ class RemoteStage:
 
     @property
     def emulate(self) -> Callable[[Batch], float] | None:
-        """Function for the seconds that a step takes on an emulated slower device, or None."""
+        """Function that returns how long a step takes on an emulated slower device, or None."""
         return self._emulate
 
     @emulate.setter
@@ -65,7 +65,7 @@ class RemoteStage:
         self.process, self._before = process, self.step
 
     def count(self, compiles: int, seconds: float, late: int) -> None:
-        """Record what the process has compiled, adding it to that of earlier processes."""
+        """Record what the process has compiled, in addition to what earlier processes compiled."""
         before = self._before
         self.step = CompileCounts(
             before.compiles + compiles, before.compile_s + seconds, before.late_compiles + late
@@ -79,8 +79,8 @@ class RemoteWorker:
         shards: range of the instance's KV shards that belong to these stages.
 
     Attributes:
-        parts: same as ``parts`` of the worker there.
-        sampler: the last requested sampler.
+        parts: ``parts`` of the worker in the other process.
+        sampler: the sampler that was requested last.
     """
 
     without: Sequence[int] = ()
@@ -111,7 +111,7 @@ class RemoteWorker:
         Yields the number of steps left, beginning with their total number.
 
         Args:
-            wait: whether to wait until it is done. A stopped process would block the caller.
+            wait: whether to wait until all is compiled. A stopped process would block the caller.
         """
         self.sampler = sampler
         if wait:
@@ -126,7 +126,7 @@ class RemoteWorker:
         return [self]
 
     def prepare_on(self, process: Process, sampler: SamplerShape) -> Iterator[int]:
-        """Compile all steps in a process that will have these stages; see ``prepare``."""
+        """Compile all steps in a process that will have this worker's stages; see ``prepare``."""
         with process.asking:
             for answer in process.ask(Prepare(self.instance, sampler)):
                 yield answer.parts
@@ -134,13 +134,13 @@ class RemoteWorker:
                     return
 
     def emulate_on(self, process: Process) -> None:
-        """Set how long steps take in that process, as for stages in this one."""
+        """Set how long steps take in another process, as for stages in this one."""
         for stage in self.stages:
             if stage.emulate:
                 stage.emulate_on(process)
 
     def move_to(self, process: Process) -> None:
-        """Continue in a process that has these stages and knows no request."""
+        """Continue in a process that has this worker's stages and knows no requests."""
         self.process.workers.pop(self.instance, None)  # It may still have to report its end.
         self.process = process
         self.begin_again()
@@ -149,7 +149,7 @@ class RemoteWorker:
         process.workers[self.instance] = self
 
     def begin_again(self) -> None:
-        """Start again with a process that knows no request."""
+        """Start again with a process that knows no requests."""
         self._encoder, self._lost = BatchEncoder(self._shards), None
         self._steps, self._moves = {}, {}
 
@@ -157,7 +157,7 @@ class RemoteWorker:
         """Become ready for steps of other requests; see ``Worker``.
 
         Raises:
-            Exception: it has failed.
+            Exception: the instance has failed.
         """
         self._check()
         self.process.forget(self.instance, patience=patience)
@@ -172,7 +172,7 @@ class RemoteWorker:
         launched: Launched = lambda *args: None,
         number: int | None = None,
     ) -> None:
-        """Start a step and return. ``post`` gets its StepDone, with times since ``origin``.
+        """Start a step and return at once. ``post`` gets its StepDone, with times since ``origin``.
 
         Args:
             number: number by which other processes know the step.
@@ -193,7 +193,7 @@ class RemoteWorker:
     def copy(
         self, copies: Copies, hear: Callable[[Moved], None], post: Callable[[Failed], None]
     ) -> None:
-        """Start to move KV heads, and return; ``post`` is only called if that fails."""
+        """Start to move KV heads, and return at once; ``post`` is called only if the move fails."""
         self._check()
         move = next(self._move_numbers)
         self._moves[move] = hear, post
@@ -218,7 +218,7 @@ class RemoteWorker:
         post(StepDone(batch, *answer.results))
 
     def on_loss(self, error: Exception) -> None:
-        """Report the first failure to all callers that wait for steps or launch one later."""
+        """Report the first failure to all callers that wait for steps or will launch one."""
         self._lost = error = self._lost or error
         while self._steps:
             _, (_, post) = self._steps.popitem()

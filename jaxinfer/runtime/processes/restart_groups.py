@@ -33,14 +33,14 @@ class Restarted:
 
 @dataclass(frozen=True)
 class RestartResult:
-    """The outcome of a loss.
+    """The outcome of the loss of a process.
 
     Attributes:
-        instances: instances of the process, or the instance that continued without it; empty if the
-            instance has it again.
+        instances: instances of the process, or the instance that continued without the process;
+            empty if that instance has the process again.
         why: reason for the loss.
         seconds: time from the loss until the process was ready or given up.
-        error: reason why it could not be started; None if it was.
+        error: reason why the process could not be started; None if it was.
         without: numbers of the shards without which its instance continued.
     """
 
@@ -62,8 +62,8 @@ class RestartGroup(ABC):
     Attributes:
         name: name of its groups.
         parts: parts of the cluster, by group.
-        left: how often they may still be started.
-        processes: their processes, by group.
+        left: how often the processes may still be started.
+        processes: the running processes, by group.
         starting: whether a restart is in progress.
         why: reason of the last loss.
         news: outcome that has not been taken.
@@ -97,14 +97,14 @@ class RestartGroup(ABC):
     @property
     @abstractmethod
     def instances(self) -> Sequence[str]:
-        """Names of the instances that return with them."""
+        """Names of the instances that return when these processes do."""
 
     @abstractmethod
     def tell_of_loss(self, hear: Hear) -> None:
         """Report the loss to the run; it lasts until the processes have been restarted."""
 
     def end(self, why: str) -> None:
-        """End the remaining processes, whose devices are needed, and wait until all users know."""
+        """End the group's other processes, whose devices are needed; wait until all users know."""
         for process in self.processes.values():
             if not process.lost:
                 process.give_up(why)
@@ -121,7 +121,7 @@ class RestartGroup(ABC):
 
 @dataclass
 class WorkerRestart(RestartGroup):
-    """The process of a group with instances, or the processes that share an instance.
+    """Restarts the process of a group with instances, or the processes that share an instance.
 
     Attributes:
         others: starts the processes.
@@ -229,7 +229,7 @@ class DegradedInstance:
 
 @dataclass
 class PoolRestart(RestartGroup):
-    """An attention group's process; its instance continues without it while it restarts.
+    """Restarts an attention group's process, while its instance continues without that group.
 
     Attributes:
         others: starts the processes.

@@ -27,7 +27,8 @@ from jaxinfer.runtime.processes.restart_groups import (
 class Restarts:
     """Restarts lost processes, as often as their groups allow.
 
-    Instances with attention groups in other processes continue without these until they are back.
+    Instances with attention groups in other processes continue without lost groups until these are
+    back.
 
     A process that has loaded and compiled waits until the loop's thread takes it. From then on, the
     workers and channels are those of the new process.
@@ -73,7 +74,7 @@ class Restarts:
         self._watch(home)
 
     def listen(self, hear: Hear) -> None:
-        """Call ``hear`` on news, from any thread, and on news not taken before.
+        """Call ``hear``, from any thread, on news of restarts, and at once on news not yet taken.
 
         A process that is being restarted counts as lost; this reports it before a step fails.
         """
@@ -162,7 +163,7 @@ class Restarts:
                 self._hear(Restarted(home.name))
 
     def take(self, group: str) -> RestartResult | None:
-        """Return the result of a group's restart, if it has ended; its process is then in use."""
+        """Return the result of a group's restart if it has ended; the process is then in use."""
         with self._lock:
             for rest in self._rests.values():
                 if rest.news and rest.news.group == group:

@@ -24,7 +24,7 @@ class Turns:
         self._to_do: deque[Any] = deque()
 
     def run(self) -> None:
-        """Take turns with a second thread, for ever."""
+        """Take turns with a second thread for ever."""
         threading.Thread(target=self._take, daemon=True).start()
         self._take()
 

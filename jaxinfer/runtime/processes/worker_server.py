@@ -16,13 +16,13 @@ from jaxinfer.runtime.processes.peers import END_S, Ended, Greeting, how_ended, 
 
 
 class WorkerServer:
-    """Accepts connections until it is closed.
+    """Starts a process for each job that connects, until it is closed.
 
     Args:
         say: receives a line about each job.
 
     Attributes:
-        address: ``HOST:PORT`` at which it listens.
+        address: ``HOST:PORT`` at which the server listens.
 
     Raises:
         OSError: the address is not available.

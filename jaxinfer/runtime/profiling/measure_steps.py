@@ -23,7 +23,7 @@ def measure_steps(
     limits: StepLimits,
     todo: Iterable[tuple[Part, ...]],
 ) -> Iterator[StepPoint]:
-    """Run each step once, and the first step of each shape twice; group steps by shape.
+    """Measure each step once, and the first step of each shape twice; steps are grouped by shape.
 
     Args:
         kv: empty pools.
@@ -44,9 +44,10 @@ def measure_steps(
 def measure_in_a_row(
     worker: Worker | AnyRemote, kv: KVShards, parts: tuple[Part, ...], steps: int
 ) -> list[float]:
-    """Return the seconds of a step run several times, each launched while the previous one runs.
+    """Measure a step that is launched several times, each time while the previous run computes.
 
-    All but the first are therefore the device's time alone; the first includes the host's part.
+    Return the seconds of each run. All but the first are therefore the device's time alone; the
+    first includes the host's part.
 
     Args:
         kv: empty pools.
@@ -79,7 +80,7 @@ def _times(posted: SimpleQueue[StepDone | Failed]) -> tuple[float, ...]:
 def new_batch(
     kv: KVShards, parts: Sequence[Part], placements: Iterable[Placement | None] = repeat(None)
 ) -> Batch:
-    """Build a step of made-up requests; the holds of its rows have their pages.
+    """Build a step of made-up requests, and reserve the pages of its rows.
 
     Args:
         kv: shards with room for the requests.

@@ -176,9 +176,7 @@ class Needs:
 
     @property
     def engines(self) -> dict[str, Engine]:
-        """Return the instances to profile: all that compute if the system needs fits, otherwise
-        emulated ones.
-        """
+        """The instances to profile: all that compute if the system needs fits, or emulated ones."""
         return {
             name: engine
             for name, engine in self.cluster.engines.items()
@@ -190,7 +188,7 @@ class Needs:
 
 
 def prepare_times(needs: Mapping[str, Needs], progress: Progress) -> dict[str, dict[str, StepFit]]:
-    """Prepare each instance's fit, and its emulation, from stored profiles or new ones.
+    """Make each instance's fit and set its emulation, from stored profiles or new ones.
 
     Args:
         needs: clusters and their needs, by any key.
@@ -258,8 +256,8 @@ class Grid:
 
     Attributes:
         limits: limits that decide the shapes.
-        lengths: prefill lengths for eq. 2.
-        mixed: (prefill context, decode context, parts), for eq. 3.
+        lengths: lengths of the prefills to which eq. 2 is fitted.
+        mixed: (prefill context, decode context, parts) of the steps to which eq. 3 is fitted.
         others: steps with only decodes and steps with chunks of each bucket, several of each shape.
     """
 
@@ -311,13 +309,13 @@ class Grid:
         return cls(limits, lengths, mixed, others)
 
     def prefill(self, length: int) -> list[Part]:
-        """Return the chunks of a prefill that runs alone."""
+        """Return the chunks into which a prompt of this length is cut if it runs alone."""
         budget = self.limits.max_num_batched_tokens
         return [(start, min(budget, length - start)) for start in range(0, length, budget)]
 
     @property
     def by_shape(self) -> list[list[tuple[Part, ...]]]:
-        """Return the steps to measure, each once, grouped by shape."""
+        """The steps to measure, each once, grouped by shape."""
         chunks = [(part,) for length in self.lengths for part in self.prefill(length)]
         found: dict[StepShape, list[tuple[Part, ...]]] = {}
         for parts in dict.fromkeys([*chunks, *(parts for *_, parts in self.mixed), *self.others]):
@@ -326,7 +324,7 @@ class Grid:
 
     @property
     def steps(self) -> list[tuple[Part, ...]]:
-        """Return the same steps as one list."""
+        """The steps to measure, as one list."""
         return [parts for steps in self.by_shape for parts in steps]
 
 

@@ -1,4 +1,4 @@
-"""Measures attention on each device with KV heads, for systems that place heads by its time.
+"""Measures attention on each device with KV heads, for systems that place heads by attention time.
 
 It follows Hetis, section 5.1: decodes with various numbers of heads and cache sizes, on each
 device.
@@ -37,7 +37,7 @@ _Point = tuple[int, int]
 
 
 def prepare_attention(needs: Mapping[str, Needs], progress: Progress) -> None:
-    """Give engines whose system places heads their fits, from stored profiles or new ones."""
+    """Give engines whose system places heads their attention fits, from stored or new profiles."""
     for need in needs.values():
         for name, engine in need.cluster.engines.items():
             options = need.cluster.config.instances[name]
@@ -70,10 +70,10 @@ def profile_attention(
 def shard_points(
     engine: Engine, progress: Progress = lambda group, left: None
 ) -> list[ShardPoints]:
-    """Measure the shards of the stages that this process has.
+    """Measure attention on the shards of the stages that this process has.
 
     Args:
-        progress: called with each group, and whether it is still to be measured.
+        progress: called with each group, with 1 before its measurement and 0 after it.
     """
     found: list[ShardPoints] = []
     kv = engine.new_kv()

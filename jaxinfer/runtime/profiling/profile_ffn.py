@@ -21,7 +21,7 @@ _FFN_PASSES = 20
 def measure_parts(
     engine: Engine, steps: Sequence[tuple[Part, ...]], passes: int
 ) -> tuple[list[tuple[int, float]], list[StepPoint]]:
-    """Measure FFN and other parts of an instance of one stage, if both are in this process.
+    """Measure an instance's FFN and other parts, if it has one stage and both are in this process.
 
     Nothing else may run meanwhile. The fastest of several passes counts, as other work can only
     slow a part down.
@@ -60,7 +60,7 @@ def _measure_ffn(stage: FfnStage) -> list[tuple[int, float]]:
 def emulate_parts(
     stage: FfnStage, profile: Profile, groups: Mapping[str, GroupConfig], own: str
 ) -> None:
-    """Let a stage's parts take as long as their groups' slowdowns say.
+    """Let a stage's parts take as long as the slowdowns of their groups require.
 
     Args:
         own: the stage's own group.

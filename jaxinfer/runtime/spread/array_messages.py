@@ -14,7 +14,7 @@ MOST_PARTS = os.sysconf("SC_IOV_MAX")
 
 
 def send_arrays(there: "Connection[Any, Any]", message: object) -> None:
-    """Send a message for ``receive_arrays``; contiguous arrays are sent without a copy.
+    """Send a message for ``receive_arrays``; do not copy contiguous arrays.
 
     Raises:
         OSError: the other end is closed.

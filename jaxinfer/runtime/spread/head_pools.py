@@ -1,4 +1,4 @@
-"""Pools of pages with one KV head each: the KV heads of a spread stage, by device."""
+"""Pools with one KV head per page: the KV heads of a spread stage, by device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,12 +16,12 @@ from jaxinfer.runtime.stage.stage_plan import StageFacts, StagePlan
 
 @dataclass(frozen=True)
 class HeadPool:
-    """One device's pool for one stage.
+    """The pages that one device stores for one stage.
 
     Attributes:
         mesh: mesh of this device alone; mesh of the stage's first device if another process has
             this one.
-        kernels: attention kernels used there.
+        kernels: attention kernels that the device uses.
         pages: shapes of each layer's pages.
         repeats: how often the device repeats its attention, to emulate a slower one.
         is_lent: whether another process has the device.
@@ -35,7 +35,7 @@ class HeadPool:
 
     @cached_property
     def sharding(self) -> NamedSharding:
-        """Sharding of the arrays on the device."""
+        """Sharding of the arrays in this pool."""
         return NamedSharding(self.mesh, PartitionSpec())
 
 
@@ -53,7 +53,7 @@ def head_pools(plan: StagePlan) -> Sequence[HeadPool]:
 
 
 def lent_pool(plan: StageFacts, number: int) -> HeadPool:
-    """Return the pool of attention group ``number``, in the process that has its device."""
+    """Return the pool of attention group ``number``, in the process that has the group's device."""
     place = plan.attention[number]
     assert isinstance(place.device, jax.Device)
     return _pool(plan, place.device, place.kernels, plan.pool_pages[number + 1], place.repeats)

@@ -33,10 +33,10 @@ class Lender(ABC):
 
     @abstractmethod
     def compile_ahead(self) -> Iterator[int]:
-        """Compile and try all programs, then accept connections; yields the number left."""
+        """Compile and try all programs, then accept connections; yield the number left."""
 
     def open(self) -> None:
-        """Accept the stage's process, and serve it from a thread."""
+        """Accept a connection from the stage's process, and serve that process from a thread."""
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:

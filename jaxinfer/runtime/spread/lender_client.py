@@ -1,4 +1,4 @@
-"""The view of a stage's process on another one that computes a part of its layers.
+"""How a stage's process uses another process that computes a part of its layers.
 
 Data travels from process to process through host memory and a socket.
 """
@@ -20,13 +20,13 @@ from jaxinfer.runtime.spread.array_messages import receive_arrays, send_arrays
 
 
 class RequestFailed(NamedTuple):
-    """An answer: the request has failed."""
+    """An answer that says that a request has failed, and why."""
 
     line: str
 
 
 def padded(some: np.ndarray, size: int) -> np.ndarray:
-    """Return ``size`` rows: the given ones, followed by zeros."""
+    """Return ``size`` rows: the given rows, followed by zeros."""
     found = np.zeros((size, *some.shape[1:]), some.dtype)
     found[: len(some)] = some
     return found
@@ -38,11 +38,11 @@ class LenderClient:
     One thread sends requests; another one connects and reads the answers.
 
     Args:
-        group: group whose process it is.
-        patience: see ``call``; by default the process is ready, and has answered when this returns.
+        group: group of the other process.
+        patience: see ``call``; by default, the process is ready, and this waits for its answer.
 
     Attributes:
-        part: the part of the layers, in a word.
+        part: the kind of part, in a word.
 
     Raises:
         JaxinferError: that process cannot be reached.
@@ -63,7 +63,8 @@ class LenderClient:
     def close(self) -> None:
         """Stop sending requests, from any thread. Threads that wait for an answer get an error.
 
-        Otherwise a vanished host, or a stopped process, would keep them waiting for long.
+        Otherwise, a host that has vanished or a process that was stopped would keep these threads
+        waiting for long.
         """
         if self._there.cancel():  # Callers that are still waiting no longer need it.
             self._lose(f"{self._who} has broken off before it could be reached")

@@ -1,4 +1,4 @@
-"""The view of a stage's process on a pool of KV heads that another process lends.
+"""How a stage's process uses a pool of KV heads that another process lends.
 
 Data travels from process to process through host memory and a socket: tables once per step, and for
 each layer the pairs and the results of attention.
@@ -19,7 +19,7 @@ MOST_BEGUN = 8
 
 
 class Begin(NamedTuple):
-    """Set a step's tables, see ``spread_inputs.pack``. Not answered."""
+    """Set a step's tables, see ``spread_inputs.pack``. There is no answer."""
 
     step: int
     pairs: StepShape
@@ -34,7 +34,7 @@ class BegunStep(NamedTuple):
 
 
 class Attend(NamedTuple):
-    """Compute one layer's attention. Answered with the results [R, G, H] of the same pairs.
+    """Compute one layer's attention. The answer is the results [R, G, H] of the same pairs.
 
     Attributes:
         piece_RXH: the pairs without padding.
@@ -46,13 +46,13 @@ class Attend(NamedTuple):
 
 
 class Take(NamedTuple):
-    """Read pages. Answered with all layers' ``KVPages``, see ``slice_move.take``."""
+    """Read pages. The answer is all layers' ``KVPages``, see ``slice_move.take``."""
 
     page_C: np.ndarray
 
 
 class Put(NamedTuple):
-    """Write pages. Answered with 0 when they are written."""
+    """Write pages. The answer is 0 when they are written."""
 
     pages: Any
     page_C: np.ndarray
@@ -85,13 +85,13 @@ class PoolClient(LenderClient):
         return self._ask(Attend(begun.step, layer, np.asarray(piece_RXH)[: begun.num_pairs]))
 
     def take(self, page_C: np.ndarray) -> "Future[Any]":
-        """Ask for pages, at most one chunk."""
+        """Request the contents of pages, at most one chunk."""
         return self._ask(Take(page_C))
 
     def put(self, pages: Any, page_C: np.ndarray) -> "Future[int]":
         """Write pages, which may be on a device of this process; wait until they are computed.
 
         Args:
-            page_C: their places; later pages are padding, and are not sent.
+            page_C: numbers of the pages to write; further ``pages`` are padding, and are not sent.
         """
         return self._ask(Put(jax.tree.map(lambda x: np.asarray(x)[: len(page_C)], pages), page_C))

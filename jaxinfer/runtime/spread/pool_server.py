@@ -27,7 +27,7 @@ class PoolServer(Lender):
 
     Args:
         plan: plan of the stage.
-        number: number of the pool's attention group in it.
+        number: number of the pool's attention group in the stage.
         host: address of this process.
     """
 
@@ -45,7 +45,7 @@ class PoolServer(Lender):
         super().__init__(host)
 
     def compile_ahead(self) -> Iterator[int]:
-        """Compile and try all programs, then begin to serve; yields the number left."""
+        """Compile and try all programs, then begin to serve; yield the number of programs left."""
         shapes = [
             pairs
             for shape in self._plan.limits.shapes()

@@ -30,7 +30,7 @@ Mark = jax.Array | Future[int]
 
 
 class Copy(NamedTuple):
-    """Pages of one head that move between two of an instance's pools, by their numbers."""
+    """Pages of one head that move between two pools of an instance, as page numbers."""
 
     source: int
     dest: int
@@ -39,14 +39,14 @@ class Copy(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """A move of KV heads: the number of entries, and the pages that have them."""
+    """A move of KV heads: the number of entries per head, and the pages that hold them."""
 
     entries: int
     pieces: Sequence[Copy]
 
     @classmethod
     def of(cls, transfer: Transfer) -> "Copies":
-        """Return the copies of a transfer, from the current places of its pages."""
+        """Return the copies that a transfer needs, from the current places of its pages."""
         assert transfer.slice_move
         size = transfer.source_hold.kv.page_size
         # Pages that start in the middle have not been sent.
@@ -68,13 +68,13 @@ def take(by_token: bool, kv: Layers, page_C: jax.Array) -> Layers:
     """Read pages of all layers, with keys in the layout of values [C, 1, B, H].
 
     Args:
-        by_token: whether keys are stored like that; see ``choice.keys_by_token``.
+        by_token: whether keys are stored in this layout, too; see ``choice.keys_by_token``.
     """
     return [_turned(by_token, layer.page(page_C)) for layer in kv]
 
 
 def put(by_token: bool, kv: Layers, pages: Layers, page_C: jax.Array) -> tuple[Layers, jax.Array]:
-    """Write pages of all layers, and return a number to wait for; ``kv`` should be donated."""
+    """Write pages of all layers into ``kv``, to be donated; also return a number to wait for."""
     pages = [_turned(by_token, layer) for layer in pages]
     new = [
         jax.tree.map(lambda there, some: there.at[page_C].set(some), *both)
@@ -148,9 +148,9 @@ class SliceCopies:
             _wait_for(self._copy(shard, shard, nothing_C, nothing_C))
 
     def start(self, copies: Copies, done: Callable[[float, Exception | None], None]) -> None:
-        """Launch a move; ``done`` is called when it has ended, with the time of its start.
+        """Launch a move; when it has ended, call ``done`` with the time at which it started.
 
-        Waits for pages that come from another process.
+        This waits for pages that come from another process.
         """
         start = time.perf_counter()
         marks = [
@@ -167,7 +167,7 @@ class SliceCopies:
         self._queue.put(([], lambda error: tell()))
 
     def num_bytes(self, copies: Copies) -> int:
-        """Return the bytes that a move sends: its entries, in all layers of the stage."""
+        """Return the bytes that a move sends, in all layers of the stage."""
         total = 0
         for source, *_ in copies.pieces:
             stage, number = self._pools[source]

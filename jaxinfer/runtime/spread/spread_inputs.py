@@ -25,10 +25,10 @@ SHARES = (0.25, 0.5, 1.0)
 
 
 class SpreadInputs(NamedTuple):
-    """Arguments of one step of a spread stage.
+    """The arrays that one step of a spread stage takes.
 
     Attributes:
-        pairs: bucket of each device's pairs.
+        pairs: bucket to which each device's pairs are padded.
         token_T, source_T, position_T, sample_row_S: see ``StepInputs`` and ``PagedBatch``.
         layout: int32 [W * R + T * K]: for each device its pairs, as token * K + head; then for each
             pair its place, as device * R + place, or W * R if no device has it.
@@ -79,7 +79,7 @@ class PageTables:
         self._known: dict[str, _Known] = {}
 
     def rows(self, batch: Batch, starts: Sequence[int]) -> list[_Row]:
-        """Return the rows of a batch that have KV heads here."""
+        """Return the rows of a batch that have KV heads on this device."""
         found = {}
         rows = []
         for at, row in zip(starts, batch.rows, strict=True):
@@ -109,7 +109,7 @@ class PageTables:
 
 
 def pair_shapes(shape: StepShape, num_heads: int) -> list[StepShape]:
-    """Return the buckets of one device's pairs in a step of this shape, smallest first."""
+    """Return the buckets to which a device's pairs may be padded in such a step, smallest first."""
     shapes = []
     for share in SHARES:
         rows, tokens, chunks = (-int(-share * num_heads * count // 1) for count in shape)
@@ -120,7 +120,7 @@ def pair_shapes(shape: StepShape, num_heads: int) -> list[StepShape]:
 def empty_spread_inputs(
     shape: StepShape, pairs: StepShape, limits: StepLimits, num_heads: int, devices: int
 ) -> SpreadInputs:
-    """Return inputs that are all padding, on all devices.
+    """Return inputs that hold only padding, on all devices.
 
     Args:
         num_heads: number of KV heads, including padding.
@@ -153,7 +153,7 @@ def build_spread_inputs(
     """Fill a step's arrays, in the smallest bucket of pairs that fits on all devices.
 
     Args:
-        sample_slots: request id -> its place among the previous step's samples.
+        sample_slots: request id -> the request's place among the previous step's samples.
         num_heads: numbers of KV heads, without and with padding.
     """
     starts = row_starts(batch)

@@ -29,7 +29,7 @@ from jaxinfer.steps.shapes import StepShape
 
 
 class SpreadStage(Stage):
-    """Dense layers on the stage's mesh, and attention on the device that stores each KV head.
+    """Computes dense layers on the stage's mesh, and attention on the devices that store KV heads.
 
     The stage's own heads are on the first device of its mesh; with tensor parallelism, the others
     wait while it attends.
@@ -64,7 +64,8 @@ class SpreadStage(Stage):
     ) -> SpreadInputs | PartInputs[SpreadInputs]:
         """Build the inputs of ``forward`` for a batch; see ``build_spread_inputs``.
 
-        They are halves if the batch has some and KV heads are on devices other than the stage's.
+        The inputs are those of two halves if the batch has halves, and if KV heads are on devices
+        other than the stage's.
         """
         plan = self.plan
         heads = plan.num_kv_heads, plan.config.num_key_value_heads
@@ -122,7 +123,7 @@ class SpreadStage(Stage):
         self.elsewhere[number + 1] = PoolClient(address, group, patience)
 
     def chain(self, shape: StepShape, inputs: SpreadInputs, x_TD: jax.Array | None) -> "Chain":
-        """Return a batch before its first layer."""
+        """Return the chain that takes a batch through this stage, before the first layer."""
         return Chain(self, shape, inputs, x_TD)
 
     def _through(self, chains: "Sequence[Chain]") -> list[tuple[jax.Array, jax.Array]]:
@@ -176,7 +177,7 @@ class SpreadStage(Stage):
 
 
 class Chain:
-    """A batch, or half of one, on its way through a spread stage; launches and never waits.
+    """A batch, or half of one, on its way through a spread stage; its methods only launch work.
 
     Exception: if KV heads are in other processes, it waits for the data sent there and back.
 
@@ -206,9 +207,7 @@ class Chain:
         self._outs: list[jax.Array | Future[np.ndarray]] = [nothing] * len(stage.pools)
 
     def enter(self, layer: int) -> None:
-        """Compute from the tokens, or the last layer's attention, to the attention of
-        this layer.
-        """
+        """Compute from the tokens, or from the last layer's attention, to this one's attention."""
         stage, inputs, of = self._stage, self._inputs, self._stage.step.of
         buckets = self._shape, inputs.pairs
         if not layer:

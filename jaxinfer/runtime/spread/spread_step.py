@@ -133,7 +133,7 @@ def attend(
     piece_RXH: jax.Array,
     tables: jax.Array,
 ) -> tuple[KVPages, jax.Array]:
-    """Compute a layer's attention of one device's pairs [R, G, H]; ``kv`` should be donated."""
+    """Compute a layer's attention for one device's pairs [R, G, H]; ``kv`` should be donated."""
     with jax.default_matmul_precision("highest"):
         batch = unpack(tables, pairs, limits)
         k_R1H, v_R1H, q_RGH = piece_RXH[:, :1], piece_RXH[:, 1:2], piece_RXH[:, 2:]
@@ -176,7 +176,7 @@ def compile_attend(
 
 
 class SpreadStep(LayerStep):
-    """A stage's executables, by buckets of the step and of its devices' pairs.
+    """A stage's executables, by the buckets of the step and of its devices' pairs.
 
     Args:
         pools: pools that hold the stage's KV heads.
@@ -187,7 +187,7 @@ class SpreadStep(LayerStep):
         self._pools = pools
 
     def pair_shapes(self, shape: StepShape) -> list[StepShape]:
-        """Return the buckets of one device's pairs."""
+        """Return the buckets to which one device's pairs may be padded."""
         return pair_shapes(shape, self._plan.num_kv_heads)
 
     def _largest(self, shape: StepShape) -> list[Hashable]:

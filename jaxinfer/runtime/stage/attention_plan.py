@@ -25,7 +25,7 @@ def plan_attention(
     devices: Mapping[str, Sequence[jax.Device]],
     taken: TakenMemory,
 ) -> StagePlan:
-    """Return the stage's plan with its attention groups; those in other processes as requested.
+    """Return the stage's plan with its attention groups; parts in other processes stay requests.
 
     Args:
         devices: devices by group.
@@ -72,7 +72,7 @@ def check_attention(name: str, config: ClusterConfig) -> None:
 def plan_pool(
     plan: StageFacts, asked: AttentionPlan, device: jax.Device, group: GroupConfig, taken: int = 0
 ) -> AttentionPlan:
-    """Plan the requested pool of one device of an attention group.
+    """Plan the pool that was requested for one device of an attention group.
 
     Args:
         taken: bytes of the device's memory that other plans will take.

@@ -26,7 +26,7 @@ def divided_layers(config: ClusterConfig, total: int) -> dict[str, list[Layers]]
         total: number of layers of the model.
 
     Raises:
-        JaxinferError: the run file does not state them.
+        JaxinferError: the run file does not state these layers.
     """
     found = {}
     for name in config.instances:

@@ -39,7 +39,7 @@ def open_groups(
         gpu_share: share of each GPU's memory, if JAX has not started; see ``share_chosen``.
 
     Raises:
-        JaxinferError: there are too few devices, or none of the kind.
+        JaxinferError: there are too few devices, or none of the requested kind.
     """
     if not groups:
         return {}  # JAX would take GPU memory that processes of other groups need.
@@ -65,7 +65,7 @@ def open_groups(
 
 
 def count_cpu_devices(clusters: Iterable[ClusterConfig]) -> None:
-    """Make JAX count as many CPU devices as the largest of several clusters needs."""
+    """Make JAX count as many CPU devices as the largest of these clusters needs."""
     for cluster in clusters:
         _count(part_of(cluster, None).groups)
 

@@ -42,7 +42,7 @@ def plan_with_ffn(
     Args:
         groups: devices by group.
         devices: devices of the stage's own group.
-        taken: memory taken by all plans so far; that of these is added.
+        taken: memory taken by all plans so far; that of these two plans is added.
 
     Raises:
         JaxinferError: see ``make_plan``; or the model's layers or the link cannot be divided, or

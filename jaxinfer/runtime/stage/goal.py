@@ -14,7 +14,7 @@ from jaxinfer.runtime.stage.step import Parameters
 
 
 class ParameterGoal(NamedTuple):
-    """Shape, dtype and sharding of a parameter, and of its scales if it has 8 bits.
+    """The shape, dtype and sharding that a parameter, and its scales if any, will have.
 
     Attributes:
         computed: dtype in which weights of 8 bits are multiplied; for others, their own dtype.
@@ -26,7 +26,7 @@ class ParameterGoal(NamedTuple):
 
     @property
     def arrays(self) -> list[jax.ShapeDtypeStruct]:
-        """The parameter, followed by its scales if it has any."""
+        """The parameter's array, followed by its scales if it has any."""
         return [self.values] if self.scale is None else [self.values, self.scale]
 
     @property
@@ -41,12 +41,13 @@ class ParameterGoal(NamedTuple):
         return jax.ShapeDtypeStruct(to.shape, self.computed, sharding=to.sharding)
 
     def made_of(self, x: Any, xp: Any, scales: Any = None) -> tuple[Any, ...]:
-        """Convert a parameter's values with ``xp`` (numpy or JAX's), without placing them.
+        """Convert a parameter's values with ``xp``, numpy or ``jax.numpy``, without placing them.
 
-        Padding is zero.
+        Padding is filled with zeros.
 
         Args:
-            scales: scales of values that already have 8 bits: one per output channel, or one.
+            scales: scales of values that already have 8 bits: one per output channel, or one for
+                all.
         """
         grown = _padded(x, self.values.shape, xp)
         if self.scale is None:

@@ -1,4 +1,4 @@
-"""Chooses JAX's share of a GPU's memory before it starts, unless the user has set it.
+"""Chooses JAX's share of a GPU's memory before JAX starts, unless the user has set it.
 
 By default, JAX takes 75 % when it starts, and fails if less is free.
 """
@@ -27,7 +27,7 @@ class _Memory(ctypes.Structure):
 
 
 def has_started() -> bool:
-    """Return whether JAX has taken its memory in this process."""
+    """Tell whether JAX has taken its memory in this process."""
     from jax._src.xla_bridge import backends_are_initialized
 
     return backends_are_initialized()

@@ -22,13 +22,13 @@ def available_memory() -> int:
 
 
 def shard_bytes(array: jax.ShapeDtypeStruct) -> int:
-    """Return the bytes of an array on one device."""
+    """Return the bytes that an array takes on one device."""
     assert array.sharding
     return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
 def memory_of(arrays: Iterable[jax.ShapeDtypeStruct]) -> int:
-    """Return the bytes in one device's memory; on a CPU, in the host's, which all devices share."""
+    """Return the bytes that arrays take in one device's memory or, on CPUs, in the host's."""
     total = 0
     for array in arrays:
         assert array.sharding
@@ -47,7 +47,7 @@ def abstract_pages(
 ) -> list[KVPages]:
     """Return the shapes of each layer's keys and values and, for entries of 8 bits, scales.
 
-    Each layer has separate arrays, because a step would copy one array of all layers.
+    Each layer has separate arrays, because a step would copy a single array for all layers.
     """
     K, B, H = config.num_key_value_heads, page_size, config.head_dim
     array = partial(jax.ShapeDtypeStruct, sharding=pages_sharding(mesh, config.layout))

@@ -30,7 +30,7 @@ def lay_out(
     kernels: str,
     is_spread: bool,
 ) -> tuple[ModelConfig, int]:
-    """Return the padded config with its layout, and the number that divides a step's tokens.
+    """Return the padded config with its layout, and the number that must divide a step's tokens.
 
     Args:
         axes: sizes of the mesh's axes.
@@ -70,7 +70,7 @@ def _multiple(options: EngineOptions, axes: Mapping[str, int], layout: Layout) -
 
 
 def with_bits(config: ModelConfig, options: EngineOptions, dtype: jnp.dtype) -> ModelConfig:
-    """Return the config with the format of its linear weights, if that has 8 bits.
+    """Return the config with the format of its linear weights, if they have 8 bits.
 
     Raises:
         JaxinferError: the checkpoint has another format of 8 bits, or experts.
@@ -91,7 +91,7 @@ def with_bits(config: ModelConfig, options: EngineOptions, dtype: jnp.dtype) -> 
 
 
 def dtype_of(path: str, ndim: int, config: ModelConfig, dtype: jnp.dtype) -> jnp.dtype:
-    """Return a parameter's dtype; ``dtype`` is that of matrices not stored in 8 bits."""
+    """Return a parameter's dtype; ``dtype`` is that of matrices that are not stored in 8 bits."""
     # Vectors (the scales of norms) stay float32: they are small, and norms work in float32.
     if ndim == 1 or is_scale(path):
         return jnp.dtype("float32")

@@ -9,7 +9,7 @@ Leaves = tuple[jax.Array, ...]
 
 
 class Graph(NamedTuple):
-    """A module without its parameters, and their structure."""
+    """A module without its parameters, and the structure of the parameters."""
 
     graphdef: nnx.GraphDef[Any]
     tree: Any
@@ -19,7 +19,7 @@ class Graph(NamedTuple):
         return nnx.merge(self.graphdef, self.state(leaves))
 
     def state(self, leaves: Leaves) -> Any:
-        """Return the parameters in nnx's form."""
+        """Return these parameters in nnx's form."""
         return jax.tree.unflatten(self.tree, leaves)
 
 

@@ -34,15 +34,13 @@ def measure_speed(config: ModelConfig, dtype: jnp.dtype, devices: Sequence[jax.D
 
 
 def copy_rate(size: int) -> float:
-    """Return the bytes per second, read and written, of copying ``size`` bytes on JAX's first
-    device.
-    """
+    """Return bytes per second that JAX's first device reads and writes to copy ``size`` bytes."""
     x = jnp.zeros(size // 4, jnp.float32)
     return 2 * x.nbytes / _seconds(jax.jit(lambda x: x + 1), x)
 
 
 def product_rate(size: int) -> float:
-    """Return FLOPs per second of bfloat16 products there, of matrices with ``size`` rows."""
+    """Return the FLOPs per second of JAX's first device in bfloat16 products of ``size`` rows."""
     # Random numbers: with equal numbers, a GPU at its power limit would be faster.
     x = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
     return 2 * size**3 / _seconds(jax.jit(lambda x: x @ x), x)

@@ -30,13 +30,13 @@ PartStart = tuple[StepShape, Inputs, jax.Array | None]
 
 
 class PartInputs(NamedTuple, Generic[Inputs]):
-    """Arguments of the parts of one step.
+    """The arrays that the parts of one step take.
 
     Attributes:
-        shapes: bucket that each one is padded to.
-        inputs: arguments of each one.
-        place_T: for each one, int32, positions of its tokens among the step's; for padding, a
-            position behind all of them.
+        shapes: bucket to which each part is padded.
+        inputs: arrays that each part takes.
+        place_T: for each part, int32, the positions of its tokens among the step's; for padding, a
+            position behind all of the step's tokens.
         sample_row_S: sampling rows of the step, see ``StepInputs``.
     """
 
@@ -85,7 +85,7 @@ def join(
 
 
 class LayerStep(CompiledStep):
-    """A stage's executables, with programs of a layer each.
+    """A stage's executables, if each of its programs computes one layer.
 
     Args:
         in_parts: whether steps may be computed as parts.
@@ -102,11 +102,11 @@ class LayerStep(CompiledStep):
         self._outer_leaves, self._layer_leaves = outer, layers[0]
 
     def of(self, program: Hashable) -> jax.stages.Compiled:
-        """Return the executable of a program of a step."""
+        """Return the executable of one of a step's programs."""
         return self._get([program])[0]
 
     def compile_parts(self, key: Key) -> list[jax.stages.Compiled]:
-        """Compile the executables of a step, each as often as it runs."""
+        """Compile the executables of a step, and return each one as often as it runs."""
         programs = [*self._largest(key.shape), *self._head_parts(key)]
         compiled = {program: self._compile(program) for program in dict.fromkeys(programs)}
         return [compiled[program] for program in programs]
@@ -143,7 +143,7 @@ class LayerStep(CompiledStep):
         zeros_TD: jax.Array,
         through: Callable[[Sequence[PartStart[Inputs]]], Sequence[States]],
     ) -> States:
-        """Launch a step's parts.
+        """Launch the parts of a step, and return the step's hidden states.
 
         Args:
             x_TD: hidden states from the previous stage.

@@ -17,7 +17,7 @@ _SCALE = 0.02
 
 
 def random_parameters(config: ModelConfig, plans: Sequence[StagePlan]) -> list[Parameters]:
-    """Draw the parameters of stages on their devices; they depend on ``seed``, not on the plan.
+    """Draw stages' parameters on their devices; the values depend on ``seed``, not on the plan.
 
     Matrices and biases are drawn from a normal distribution; scales of norms are 1, and padding
     is zero.

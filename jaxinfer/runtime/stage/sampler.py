@@ -18,7 +18,7 @@ from jaxinfer.models.layers import HostOrTraced
 
 
 class SamplerShape(NamedTuple):
-    """The parts that a sampler is compiled with, in addition to rows; 0 and False omit a part.
+    """The parts with which a sampler is compiled, besides its rows; 0 and False omit a part.
 
     Attributes:
         edits: number of logits changed per row: a bias, or a token forbidden for now.
@@ -103,7 +103,7 @@ class SamplingInputs(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """Tokens, sampled or given, with their probabilities under the model (before any option).
+    """Tokens, sampled or given, with their probabilities under the model before any option.
 
     Attributes:
         token_S: int32.
@@ -227,7 +227,7 @@ def _draw(
 
 
 def keep_min_p(logits_SV: jax.Array, max_S1: jax.Array, min_p_S: jax.Array) -> jax.Array:
-    """Mask tokens less likely than ``min_p`` times the likeliest (Nguyen et al., 2024)."""
+    """Mask tokens that are less likely than ``min_p`` times the likeliest (Nguyen et al., 2024)."""
     threshold_S1 = max_S1 + jnp.log(min_p_S)[:, None]
     return jnp.where(logits_SV >= threshold_S1, logits_SV, -jnp.inf)
 

@@ -26,7 +26,7 @@ def sampling_of(request: RequestState) -> Sampling:
 
 
 def sampler_shape(requests: Iterable[RequestState]) -> SamplerShape:
-    """Return the smallest of a few shapes that serves all of the requests."""
+    """Return the smallest shape, among a few, that serves all of the requests."""
     edits = history = top = prompt_top = 0
     greedy = drawn = top_k = top_p = False
     for request in requests:
@@ -100,7 +100,7 @@ def build_sampling(
     """Fill a sampler's arrays, one row per sampling row of the batch.
 
     Args:
-        sample_slots: request id -> its place among the previous step's samples.
+        sample_slots: request id -> the request's place among the previous step's samples.
     """
     inputs = empty_sampling(rows, shape)
     for i, row in enumerate(row for row in batch.rows if row.samples):
@@ -154,16 +154,17 @@ def _fill_history(
 
 
 def prompt_positions(row: Row) -> range:
-    """Return the row's positions whose next token is a prompt token to report on."""
+    """Return the row's positions that precede a prompt token whose probability is requested."""
     if sampling_of(row.request).params.prompt_logprobs is None:
         return range(0)
     return range(row.start, min(row.start + row.count, row.request.prompt_len - 1))
 
 
 def next_prompt_tokens(batch: Batch, tokens: int) -> np.ndarray:
-    """Return the prompt token after each token of the step, if it must be reported on.
+    """Return, for each token of the step, the next prompt token if its probability is requested.
 
-    The result is int32 [T]; rows are in the order of ``step_inputs.build_inputs``.
+    The result is int32 [T], 0 where none is requested; rows are in the order of
+    ``step_inputs.build_inputs``.
     """
     target_T = np.zeros(tokens, np.int32)
     for at, row in zip(row_starts(batch), batch.rows, strict=True):

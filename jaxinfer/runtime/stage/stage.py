@@ -22,8 +22,9 @@ class Stage:
     """A part of a model that runs steps for a worker; most instances have only one.
 
     Attributes:
-        kv: pages; each step, and each transfer into them, replaces them.
-        emulate: function for the seconds that a step takes on an emulated slower device, or None.
+        kv: pages; each step, and each transfer into the pages, replaces these arrays.
+        emulate: function that returns how many seconds a step takes on an emulated slower device,
+            or None.
         link: link from the previous stage to this one, if emulated.
         overruns: seconds by which emulated steps were late, one for each late step.
         previous_S: the last step's tokens, which are inputs of the next step.
@@ -57,7 +58,7 @@ class Stage:
         return jax.device_put(np.zeros(like.shape, like.dtype), like.sharding)
 
     def recover(self) -> None:
-        """Replace pages that a failed step or transfer has destroyed by zeros."""
+        """Replace pages that a failed step or transfer has destroyed by zeroed ones."""
         self.previous_S = self._no_tokens()
         if not _are_there(self.kv):
             self.kv = None  # The memory is needed.
@@ -74,7 +75,7 @@ class Stage:
         yield empty_inputs(shape, self.step.limits)
 
     def compile_ahead(self, sampler: SamplerShape) -> Iterator[int]:
-        """Compile all steps with this sampler; yields the number left."""
+        """Compile all steps with this sampler; yield the number of steps left."""
 
         def run_on_padding(key: Key) -> None:
             x_TD, previous_S = None, self.previous_S
@@ -128,9 +129,9 @@ class Stage:
         return before + (late.seconds(x_TD.nbytes) if late else 0.0)
 
     def end_of(self, batch: Batch, start: float) -> float:
-        """Return the end of a part of a step that is done now, by ``time.perf_counter``.
+        """Return the end, by ``time.perf_counter``, of a part of a step that is done now.
 
-        On an emulated device the end is later, and this waits for it.
+        On an emulated device, the end is later, and this method waits for the end.
         """
         now = time.perf_counter()
         if self.emulate is None:

@@ -55,9 +55,9 @@ class AttentionPlan:
         device: None if another process has the device and its kernels are not known here.
         num_pages: number of pages that its group has for the stage, counted as if all the stage's
             KV heads lay there.
-        kernels: attention kernels used there.
-        kv_bytes: size of its own pool.
-        repeats: how often it repeats its attention, to emulate a slower device.
+        kernels: attention kernels that the device uses.
+        kv_bytes: bytes of the device's pool.
+        repeats: how often the device repeats its attention, to emulate a slower one.
         devices: number of devices in the group, which have equal pools.
         number: index of this device.
     """
@@ -72,7 +72,7 @@ class AttentionPlan:
     number: int = 0
 
     def pool_pages(self, heads: int) -> int:
-        """Return the number of pages of its own pool, each with one of ``heads`` KV heads."""
+        """Return the number of pages of the device's pool, each with one of ``heads`` KV heads."""
         return head_pages(self.group, self.num_pages, heads, self.devices)
 
 
@@ -132,12 +132,12 @@ class StageFacts:
 
     @property
     def kv_ways(self) -> int:
-        """Number of pieces into which KV heads are cut."""
+        """Number of pieces into which the stage's devices cut KV heads."""
         return ways(self.config.layout.kv.get("K", ()), self.axes)
 
     @property
     def pool_pages(self) -> list[int]:
-        """Size of each of its pools, in pages of one head if heads may be on several devices."""
+        """Sizes of the stage's pools, in pages of one head if heads may be on several devices."""
         if not self.attention:
             return [self.num_pages]
         heads = self.num_kv_heads
@@ -166,7 +166,7 @@ class StagePlan(StageFacts):
 
     @property
     def facts(self) -> StageFacts:
-        """Return the facts that another process may know."""
+        """Those facts of the plan that another process may know."""
         known = {each.name: getattr(self, each.name) for each in fields(StageFacts)}
         devices = [DeviceFacts(d.platform, d.id, d.device_kind) for d in self.devices]
         return StageFacts(**known | {"devices": devices})
@@ -178,7 +178,7 @@ class StagePlan(StageFacts):
 
     @property
     def step_arguments(self) -> tuple[Any, Any, jax.ShapeDtypeStruct]:
-        """Return the arrays that a step is compiled for: parameters, KV pages, previous tokens."""
+        """The arrays for which a step is compiled: parameters, KV pages, previous tokens."""
         previous_S = jax.ShapeDtypeStruct(
             (self.options.max_num_seqs,), jnp.int32, sharding=self.whole
         )
@@ -186,7 +186,7 @@ class StagePlan(StageFacts):
 
     @property
     def abstract_state(self) -> nnx.State[Any, Any]:
-        """Return the parameters that the step takes, without their values."""
+        """The parameters that the step takes, without their values."""
         return self.state(join_weights.abstract(self.parameters, self.joined))
 
     @property
@@ -202,9 +202,7 @@ class StagePlan(StageFacts):
         )
 
     def state(self, leaves: Mapping[str, Any]) -> nnx.State[Any, Any]:
-        """Return parameters in the form that the step takes, from their paths in the
-        whole model.
-        """
+        """Return parameters, given by path in the whole model, in the form that the step takes."""
         return as_state({self.layers.name(path): leaf for path, leaf in leaves.items()})
 
 
@@ -378,7 +376,7 @@ def _abstract_model(
 def free_memory(device: jax.Device, taken: int) -> int | None:
     """Return the bytes of a device's memory that are free after other plans have taken theirs.
 
-    None if the device does not report it.
+    The result is None if the device does not report its memory.
     """
     if device.platform == "cpu":
         return available_memory() - taken

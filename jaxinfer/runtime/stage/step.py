@@ -36,7 +36,7 @@ class StageLeaves(NamedTuple):
 
 
 class Key(NamedTuple):
-    """The shapes for which one step needs compiled programs; ``sampler`` is one of ``samplers``."""
+    """The shapes that identify a step's compiled programs; ``sampler`` is one of ``samplers``."""
 
     shape: StepShape
     sampler: SamplerShape
@@ -111,7 +111,7 @@ def prompt_head(
     x_TD: jax.Array,
     token_T: jax.Array,
 ) -> Samples:
-    """Return log probabilities of given tokens, each the next one after a hidden state."""
+    """Return the log probabilities of given tokens, each of which follows a hidden state."""
     with jax.default_matmul_precision("highest"):
         model = graph.merge(leaves)
         pad = -len(x_TD) % BLOCK_ROWS
@@ -122,7 +122,7 @@ def prompt_head(
 
 
 class CompiledStep:
-    """A stage's executables by bucket.
+    """A stage's executables, by bucket.
 
     Args:
         plan: plan of the stage; with its ``strict_shapes``, a bucket that was not compiled ahead is
@@ -131,7 +131,8 @@ class CompiledStep:
     Attributes:
         compiles: number of executables compiled, or loaded from the persistent cache.
         compile_s: seconds spent on them.
-        late_compiles: number of compiles during a run: a defect, since the run waits for them.
+        late_compiles: number of executables that were compiled during a run, which is a defect,
+            since the run has to wait.
     """
 
     def __init__(self, plan: StagePlan) -> None:
@@ -160,9 +161,10 @@ class CompiledStep:
         self._executables: dict[Hashable, jax.stages.Compiled] = {}
 
     def compile_ahead(self, sampler: SamplerShape, run: Callable[[Key], None]) -> Iterator[int]:
-        """Compile what runs with these samplers need; yields the number left, beginning with all.
+        """Compile all that steps with this sampler need; yield the number left, the total first.
 
-        Each bucket is also ``run`` once: a first run allocates, and takes half as long again.
+        Each bucket is also ``run`` once, because a first run allocates memory, and takes 1.5 times
+        as long.
         """
         start = time.perf_counter()
         keys = [Key(shape, one) for one in sampler.samplers() for shape in self.limits.shapes()]
@@ -197,7 +199,7 @@ class CompiledStep:
         inputs: StepInputs,
         x_TD: jax.Array | None,
     ) -> tuple[list[KVPages], jax.Array, jax.Array]:
-        """Launch the stage's layers; returns at once, before they are done."""
+        """Launch the stage's layers; return at once, before they are done."""
         (run,) = self._get([key.shape])
         found: tuple[list[KVPages], jax.Array, jax.Array] = run(
             leaves.all, kv, previous_S, inputs, x_TD
@@ -215,8 +217,8 @@ class CompiledStep:
     ) -> tuple[Samples, Samples | None]:
         """Launch the last stage's head on the result of ``forward``.
 
-        Returns the samples and, if ``next_token_T`` has prompt tokens to report on, the model's
-        probabilities of those.
+        The results are the samples and, if ``next_token_T`` has prompt tokens to report on, the
+        model's probabilities of these tokens.
         """
         x_SD, x_TD = hidden
         run_head, *run_prompt_head = self._get(self._head_parts(key))

@@ -14,7 +14,7 @@ from jaxinfer.steps.shapes import StepLimits, StepShape
 
 
 class StepInputs(NamedTuple):
-    """Arguments of one step other than parameters, KV pages and the previous step's tokens.
+    """The arrays that a step takes, except parameters, KV pages and the previous step's tokens.
 
     Attributes:
         token_T: int32, input tokens known to the host.
@@ -29,7 +29,7 @@ class StepInputs(NamedTuple):
 
 
 def empty_inputs(shape: StepShape, limits: StepLimits) -> StepInputs:
-    """Return inputs that are all padding, for compiling a step and for ``build_inputs`` to fill."""
+    """Return inputs that hold only padding, to compile a step or for ``build_inputs`` to fill."""
     S, T, C, M = *shape, limits.max_pages
     zeros = lambda *dims: np.zeros(dims, np.int32)  # noqa: E731
     return StepInputs(
@@ -59,7 +59,7 @@ def build_inputs(
     """Fill a step's arrays.
 
     Args:
-        sample_slots: request id -> its place among the previous step's samples.
+        sample_slots: request id -> the request's place among the previous step's samples.
         shard: number of the stage whose pages are read and written.
     """
     inputs = empty_inputs(shape, limits)

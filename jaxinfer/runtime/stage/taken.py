@@ -14,7 +14,7 @@ Wanted = tuple[str, jax.ShapeDtypeStruct, jnp.dtype]
 
 
 class TakenMemory:
-    """Bytes taken of each GPU's memory, and of the host's, which all of its CPU devices share."""
+    """Counts the bytes taken of each GPU's memory, and of the host's, which CPU devices share."""
 
     def __init__(self) -> None:
         self._bytes: Counter[jax.Device | None] = Counter()
@@ -31,7 +31,7 @@ class TakenMemory:
         dtype: jnp.dtype,
         kv_bytes: int,
     ) -> None:
-        """Count a plan's weights, each only once even if several plans use it, and its pages.
+        """Add the bytes of a plan's weights, each once even if several plans use it, and pages.
 
         Args:
             kv_bytes: bytes of KV on one device, or on all devices if they share the host's memory.
@@ -42,7 +42,7 @@ class TakenMemory:
             self._bytes[memory] += size
 
     def add_pool(self, device: jax.Device, kv_bytes: int) -> None:
-        """Count pages on a device that has no weights of the plan."""
+        """Add the bytes of pages on a device that has no weights of the plan."""
         self._bytes[_memory_of(device)] += kv_bytes
 
 

@@ -35,15 +35,15 @@ class AnySystemOptions(Options):
     axes: Axes = Field(default_factory=dict)
 
     def model_post_init(self, context: object, /) -> None:
-        """Refuse values given twice."""
+        """Refuse an axis on which a value is given twice."""
         check_axes(self.files, self.axes)
 
 
 def check_axes(files: Mapping[str, Axes], axes: Axes) -> None:
-    """Refuse an axis with a value given twice, since its candidates would be equal.
+    """Refuse an axis on which a value is given twice, since its candidates would be equal.
 
     Raises:
-        OptionError: an axis has a value twice.
+        OptionError: an axis has the same value twice.
     """
     for where, own in (("axes", axes), *((f"files.{file}", each) for file, each in files.items())):
         for key, values in own.items():
@@ -54,7 +54,7 @@ def check_axes(files: Mapping[str, Axes], axes: Axes) -> None:
 
 
 class AnySystem:
-    """Tries all combinations of axes of each file."""
+    """Tries all combinations of the axes of each file."""
 
     Options = AnySystemOptions
 
@@ -66,7 +66,7 @@ class AnySystem:
         return search.best(list(self.candidates(problem.run)))
 
     def candidates(self, run: Mapping[str, Any] | None = None) -> Iterator[Candidate]:
-        """Yield the candidates of the whole ``grid``.
+        """Yield all candidates of the ``grid``.
 
         Args:
             run: common options; by default with the common model, too.
@@ -90,7 +90,7 @@ def grid(
     """Yield the combinations of all axes, in the files' order.
 
     Args:
-        points: values of further keys, each used with all combinations of the axes.
+        points: sets of values of further keys; each set is used with all combinations of the axes.
         part: makes a candidate's part from a file's contents and ``run``.
 
     Raises:

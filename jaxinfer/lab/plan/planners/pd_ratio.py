@@ -36,7 +36,7 @@ SLACK = 1.5
 
 
 class PhaseSide(Options):
-    """Instances of one phase.
+    """The instances of one phase.
 
     Attributes:
         kind: kind of the GPUs.
@@ -69,23 +69,23 @@ class PDRatioOptions(Options):
 
 @dataclass(frozen=True)
 class PhaseRates:
-    """Requests per second that one instance of each phase can serve, by closed forms."""
+    """Requests per second that one instance of each phase can serve, according to closed forms."""
 
     prefill: float
     decode: float
 
     def of(self, prefills: int, decodes: int) -> float:
-        """Return the requests per second of these numbers of instances of each phase."""
+        """Return the requests per second that these numbers of instances can serve."""
         return min(UTILISATION * prefills * self.prefill, decodes * self.decode)
 
 
 def prefill_rate(
     cost: CostModel, work: Sequence[BenchRequest], budget: int, hits: Sequence[int] | None = None
 ) -> float:
-    """Return prompts per second of one instance that is never idle and computes one at a time.
+    """Return the prompts per second of an instance that is never idle and computes one at a time.
 
     Args:
-        hits: number of tokens of each prompt that its cache has.
+        hits: number of tokens of each prompt that the instance's cache has.
     """
 
     def seconds(begin: int, length: int) -> float:
@@ -100,10 +100,10 @@ def prefill_rate(
 def packed_rate(
     cost: CostModel, work: Sequence[BenchRequest], budget: int, hits: Sequence[int] | None = None
 ) -> float:
-    """Return prompts per second of one instance with a queue, whose steps are all full.
+    """Return the prompts per second of an instance that has a queue, so that all steps are full.
 
     Args:
-        hits: number of tokens of each prompt that its cache has.
+        hits: number of tokens of each prompt that the instance's cache has.
     """
     seconds, room, ended = 0.0, budget, 0
     chunks: list[tuple[int, int]] = []
@@ -156,7 +156,7 @@ def allowances(
 def decode_rate(
     cost: CostModel, work: Sequence[BenchRequest], most: int, entries: float, tbt_s: float | None
 ) -> float:
-    """Return requests per second of one instance that only decodes; infinite if none decodes.
+    """Return the requests per second of an instance that only decodes; infinite if none decodes.
 
     Args:
         most: largest number of sequences.
@@ -180,7 +180,7 @@ def decode_rate(
 
 
 def mixed_rate(slow: float, fast: float, share: float) -> float:
-    """Return the rate if a share of requests is served at one rate, and the rest at another.
+    """Return the overall rate if one share of requests is served at one rate, the rest at another.
 
     If the mean request allows no slow rate, shorter ones may still be served at the fast rate.
     """
@@ -211,11 +211,11 @@ class PDRatio:
         return search.best(list(self.candidates(problem)), self.most)
 
     def most(self, candidate: Candidate) -> float:
-        """Return the requests per second above which a candidate is assumed to fail."""
+        """Return the requests per second above which a candidate is assumed to miss the targets."""
         return self._most[candidate.key]
 
     def candidates(self, problem: Problem) -> Iterator[Candidate]:
-        """Yield ratios with the rates that the closed forms give."""
+        """Yield ratios, with the rates that the closed forms give for them."""
         options = self._options
         degrees = product(options.prefill.tensor_parallel, options.decode.tensor_parallel)
         for prefill_tp, decode_tp in degrees:
@@ -294,12 +294,12 @@ class PDRatio:
 
 @dataclass(frozen=True)
 class FoundRates:
-    """Rates of one instance of each phase.
+    """The rates of one instance of each phase.
 
     Attributes:
-        one_by_one: rates with prompts one by one.
+        one_by_one: rates if prompts are computed one by one.
         full: largest rates that a queue and a cache allow.
-        work: requests of these rates.
+        work: requests for which these rates were found.
     """
 
     one_by_one: PhaseRates
@@ -337,7 +337,7 @@ def rates_of_work(
 
 
 def most_rate(targets: Targets, found: FoundRates, prefills: int, decodes: int) -> float:
-    """Return the allowed arrival rate, from what each phase can serve and ``SLACK``."""
+    """Return the arrival rate that the targets allow, given each phase's rates and ``SLACK``."""
     first, last = allowances(targets, found.work)
     full = found.full
     phases = (UTILISATION * prefills * full.prefill, first), (decodes * full.decode, last)

@@ -1,1 +1,1 @@
-"""Placements that change over time: a trace in windows, and a placement for each."""
+"""Placements that change over time: divides a trace into windows, and finds one for each."""

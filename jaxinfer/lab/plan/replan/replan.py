@@ -1,4 +1,4 @@
-"""Placements that follow a load: planned again whenever a window's mix has shifted.
+"""Placements that follow a load: plans again whenever a window's mix has shifted.
 
 DistServe, section 4.3, names what is monitored (lengths and rate), but not when it has shifted.
 """
@@ -60,7 +60,7 @@ class Followed:
 
 
 class MapSchedules(Protocol):
-    """``map``, or that of a pool of processes."""
+    """``map``, or the ``map`` of a pool of processes."""
 
     def __call__(self, call: Server, schedules: Iterable[Schedule], /) -> Iterable[ScheduleResult]:
         """Serve each schedule, and return their results in the same order."""
@@ -71,10 +71,10 @@ def follow(
     new_search: Callable[[Problem], DrivenSearch],
     map_schedules: MapSchedules = map,
 ) -> Followed:
-    """Plan for the windows of a problem with a section ``replan``, and serve the whole trace.
+    """Plan for the windows of a problem that has a section ``replan``, and serve the whole trace.
 
     Args:
-        new_search: begins a search of a problem.
+        new_search: begins a search for the best candidate for a problem.
 
     Raises:
         JaxinferError: there are fewer than two windows, there is no plan for the first window or
@@ -96,11 +96,11 @@ def follow(
 
 
 class Replanner:
-    """Plans for windows of a problem's requests.
+    """Makes plans for windows of a problem's requests.
 
     Args:
         problem: problem with a section ``replan``.
-        new_search: begins a search of a problem.
+        new_search: begins a search for the best candidate for a problem.
 
     Attributes:
         windows: all windows.
@@ -161,7 +161,7 @@ class Replanner:
         """Return the plan for the whole trace.
 
         Raises:
-            JaxinferError: there is none.
+            JaxinferError: there is no such plan.
         """
         return self._find(self._problem, "the whole trace")
 
@@ -235,7 +235,7 @@ def windows_of(problem: Problem) -> list[Window]:
 
 
 def beside(problem: Problem) -> list[Schedule]:
-    """Return the schedules of run files that are used from start to end.
+    """Return a schedule for each run file that is used from start to end.
 
     Raises:
         JaxinferError: a file cannot be read, or is not a run file.

@@ -45,7 +45,7 @@ def rows(served: Sequence[ScheduleResult]) -> list[dict[str, Any]]:
 
 
 def table(served: Sequence[ScheduleResult]) -> Table:
-    """Return the rows of the schedules for the terminal, without most latencies."""
+    """Return a table of the schedules for the terminal, without most latencies."""
     found = Table(box=None, pad_edge=False)
     shown = [
         {name: value for name, value in row.items() if name not in ("windows", *LATENCIES[1:])}
@@ -64,7 +64,7 @@ def _text(value: object) -> str:
 
 
 def window_rows(followed: Followed) -> list[dict[str, Any]]:
-    """Return a row for each window: its mix, the plan made at its end, and each result."""
+    """Return a row per window: its mix, the plan made at its end, and each schedule's result."""
     found = []
     for number, (window, look) in enumerate(zip(followed.windows, followed.looks, strict=True)):
         mix = window.mix
@@ -151,9 +151,7 @@ _LOAD = (("requests/s", "rate"), ("prompt tokens", "prompt"), ("output tokens", 
 def draw(
     path: Path, windows: Sequence[Window], served: Sequence[ScheduleResult], targets: Targets
 ) -> None:
-    """Draw the load, and each target's figure per window; grey: no placement serves
-    new requests.
-    """
+    """Draw the load, and each target's figure per window; grey: nothing serves new requests."""
     from matplotlib.figure import Figure
 
     from jaxinfer.report.plots import COLOURS

@@ -47,13 +47,13 @@ class Schedule:
 
 @dataclass(frozen=True)
 class PeriodCourse:
-    """The course of a period, in seconds of the trace.
+    """What happens in a period, in seconds of the trace.
 
     Attributes:
-        requests: number of its own requests.
-        ready: time at which it began to serve.
-        reload_s: seconds for which it waited for weights.
-        drained: time at which its last request had ended.
+        requests: number of requests that arrive in the period.
+        ready: time at which the placement began to serve.
+        reload_s: seconds for which the placement waited for weights.
+        drained: time at which the period's last request had ended.
     """
 
     start: float
@@ -95,7 +95,7 @@ class ScheduleResult:
 
     @property
     def gpu_hours(self) -> float:
-        """GPU-hours of all periods, each from the end of the previous one to its own end."""
+        """GPU-hours of all periods, each counted from the end of the previous one to its own."""
         seconds = begin = 0.0
         for here, there in self._switches:
             end = max(here.drained, there.start)
@@ -111,7 +111,7 @@ class ScheduleResult:
 
 @dataclass(frozen=True)
 class Server:
-    """Serves a trace with a schedule; it can be sent to other processes."""
+    """Serves a trace with a schedule; a server can be sent to other processes."""
 
     windows: Sequence[Window]
     targets: Targets
@@ -174,9 +174,7 @@ class Server:
         return PeriodCourse(period.start, len(items), reload_s, ready, end, num_gpus(config))
 
     def reload_s(self, cluster: ModelledCluster) -> float:
-        """Return the seconds until all GPUs of a placement have their weights, each at its own
-        rate.
-        """
+        """Return the seconds until all GPUs have a placement's weights, each at its own rate."""
         if self.options.reload_s is not None:
             return self.options.reload_s
         assert self.options.reload_gb_s

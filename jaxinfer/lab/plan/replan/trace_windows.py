@@ -25,7 +25,7 @@ class LoadMix:
 
     @classmethod
     def of(cls, work: Sequence[BenchRequest], seconds: float) -> "LoadMix":
-        """Return the mix of one or more requests over ``seconds`` seconds."""
+        """Return the mix of one or more requests that arrive within ``seconds`` seconds."""
         return cls(
             len(work) / seconds,
             fmean(item.prompt_len for item in work),
@@ -33,7 +33,7 @@ class LoadMix:
         )
 
     def shift(self, before: "LoadMix") -> float:
-        """Return the largest relative change of rate, prompt length or output length."""
+        """Return the largest of the relative changes of rate, prompt length and output length."""
         pairs = (
             (self.rate, before.rate),
             (self.prompt, before.prompt),
@@ -58,12 +58,12 @@ class Window:
 
     @property
     def mix(self) -> LoadMix | None:
-        """The window's load; None without requests."""
+        """The load in the window; None if it has no requests."""
         return LoadMix.of(self.work, self.stop - self.start) if self.work else None
 
 
 def cut(work: Sequence[BenchRequest], seconds: float) -> list[Window]:
-    """Return windows of equal length, from 0 to the last arrival; some may be empty."""
+    """Cut requests into windows of equal length, from 0 to the last arrival; some may be empty."""
     last = max(item.arrival for item in work)
     edges = [0.0]
     while edges[-1] <= last:

@@ -1,1 +1,1 @@
-"""Grids over run files, simulated or run, with tables and pictures."""
+"""Grids over run files, which are simulated or run, with tables and pictures."""

@@ -68,7 +68,7 @@ def axis_words(key: str) -> str:
 def draw(
     folder: Path, kind: str, sweep: Sweep, rows: Sequence[TableRow]
 ) -> tuple[list[Path], list[str]]:
-    """Draw a picture for each y, if there is a numeric axis; also return what was not drawn."""
+    """Draw a picture for each ``y`` if an axis is numeric; also return what was not drawn."""
     from matplotlib.figure import Figure
 
     x = x_axis(sweep)

@@ -27,11 +27,11 @@ HALF = "_ci95"
 
 
 class PointRun(NamedTuple):
-    """A run of a point.
+    """One run of a point.
 
     Attributes:
-        data: contents of its run file.
-        seed: seed of all random parts of its workload; None keeps those of the run file.
+        data: contents of the point's run file.
+        seed: seed of all random parts of the workload; None keeps the seeds of the run file.
         folder: gets the run's files, if given.
     """
 
@@ -41,7 +41,7 @@ class PointRun(NamedTuple):
 
 
 class MapPoints(Protocol):
-    """``map``, or that of a pool of processes."""
+    """``map``, or the ``map`` of a pool of processes."""
 
     def __call__(
         self, call: Callable[[PointRun], Figures], asked: Sequence[PointRun], /
@@ -50,7 +50,7 @@ class MapPoints(Protocol):
 
 
 def figures_of(metrics: RunMetrics) -> dict[str, Any]:
-    """Return the figures of a simulated run that do not differ between repetitions."""
+    """Return those figures of a simulated run that are equal in every repetition."""
     served = metrics.requests - metrics.failed
     found = {name: getattr(metrics, name) for name in FIGURES[1:]}
     return {"requests_s": served / metrics.wall_s if metrics.wall_s else None, **found}
@@ -66,9 +66,7 @@ def _enough(config: RunFile, figures: Figures) -> dict[str, Any]:
 
 
 def seeded(config: RunFile, seed: int | None) -> RunFile:
-    """Return the run file with this seed for all random parts of its workload; None
-    keeps theirs.
-    """
+    """Return the run file with this seed for all random parts of its workload, if one is given."""
     if seed is None:
         return config
     drawn = config.workload.drawn.items()
@@ -112,10 +110,10 @@ def run_point(asked: PointRun) -> Figures:
 
 
 def check(sweep: Sweep, real: bool) -> None:
-    """Check, before any point is run, that at least one can be.
+    """Check that at least one point of a sweep can be run, before any is.
 
     Raises:
-        JaxinferError: none of them can be run, or the seeds change nothing.
+        JaxinferError: no point can be run, or the seeds change nothing.
     """
     from jaxinfer.simulate.run import prepare
 
@@ -162,7 +160,7 @@ def sweep_rows(
     on_point: Callable[[Candidate, Figures], None] = lambda *args: None,
     folders: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the axes and figures of each point; cached runs are not repeated.
+    """Run each point, except runs in the cache, and return the points' axes and figures.
 
     Args:
         on_point: called with each run of a point.
@@ -233,9 +231,7 @@ def _together(found: Sequence[Figures]) -> Figures:
 
 
 def half_interval(values: Sequence[float]) -> float | None:
-    """Return half of the 95 % interval of a mean, by Student's t; None for fewer than
-    two values.
-    """
+    """Return half of the 95 % interval of a mean, by Student's t; None for fewer than 2 values."""
     if len(values) < 2:
         return None
     error = statistics.stdev(values) / len(values) ** 0.5

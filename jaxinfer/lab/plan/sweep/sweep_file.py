@@ -65,11 +65,11 @@ class Sweep(Options):
 
     @property
     def all_seeds(self) -> tuple[int | None, ...]:
-        """Return the seeds of the sweep; only None to keep those of the run files."""
+        """The seeds of the sweep; None alone keeps the seeds of the run files."""
         return tuple(range(self.seeds)) if isinstance(self.seeds, int) else self.seeds or (None,)
 
     def model_post_init(self, context: object, /) -> None:
-        """Refuse keys with values given twice, and pictures without data."""
+        """Refuse keys on which a value is given twice, and pictures without data."""
         if isinstance(self.seeds, tuple) and (
             not self.seeds or len(set(self.seeds)) < len(self.seeds)
         ):
@@ -144,7 +144,7 @@ def _has_seed(key: str, value: Any) -> bool:
 
 
 def varied(sweep: Sweep) -> list[str]:
-    """Return the keys of points, without that of the pictures' x axis."""
+    """Return the keys in which points vary, without that of the pictures' x axis."""
     names = dict.fromkeys(name for point in sweep.candidates() for name in point.axes)
     return [name for name in names if name != x_axis(sweep)]
 
