@@ -115,13 +115,19 @@ class DecodeRuns:
         if count > 1 and taken:
             pages = [(ends[ended], used) for ended, used in taken if ended < count]
         assert self._count
-        if type(step) is _Run:
+        if step is run:
             began, _, seen, used = then
             self._count(name, began, ends, rows, seen, used, pages)
         else:
-            self._on_event(step)
+            # The first step is of the decodes before this run.
+            if type(step) is _Run:
+                began, _, seen, used = then
+                self._count(name, began, ends[:1], step.rows, seen, used, ())
+            else:
+                self._on_event(step)
+                used = step.batch.pages_in_use
             if count > 1:
-                seen, used = context - rows * (count - 1), step.batch.pages_in_use
+                seen = context - rows * (count - 1)
                 self._count(name, end, ends[1:], rows, seen, used, pages)
         used = run.pool.num_usable - run.pool.num_free
         order = next(self._world.order)
