@@ -74,30 +74,17 @@ class RunTotals:
 
     def add_step(self, done: StepDone) -> None:
         """Count one step."""
-        batch = done.batch
-        work = batch.work
+        batch, start, end = done.batch, done.start, done.end
+        work, pages = batch.work, batch.pages_in_use
         if work.chunks:
             self.pairs += work.pairs
         self.prefill_tokens += work.tokens - work.decodes
-        self.add_decodes(
-            batch.instance,
-            done.start,
-            done.end,
-            work.decodes,
-            work.single_context,
-            batch.pages_in_use,
-        )
-
-    def add_decodes(
-        self, instance: str, start: float, end: float, decodes: int, context: int, pages: int
-    ) -> None:
-        """Count one step that only decodes; its decodes see ``context`` KV entries."""
         self.steps += 1
-        self.decode_tokens += decodes
-        self.pairs += context
-        totals = self.instances.get(instance)
+        self.decode_tokens += work.decodes
+        self.pairs += work.single_context
+        totals = self.instances.get(batch.instance)
         if totals is None:
-            totals = self.instances[instance] = InstanceTotals(start, start)
+            totals = self.instances[batch.instance] = InstanceTotals(start, start)
         # Steps of one instance end in the order of their starts; stages compute several at once.
         last = totals.last_step
         totals.busy_s += end - (start if start > last else last)

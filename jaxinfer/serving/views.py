@@ -1,4 +1,4 @@
-"""What a serving system sees: requests, steps, instances, and the cluster of instances."""
+"""Views of a serving system: requests, steps, instances, and the cluster of instances."""
 
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass

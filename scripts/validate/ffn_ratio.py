@@ -92,7 +92,7 @@ class LoggedGroup(EmulatedGroup):
 
 
 def run_file(model: Path, ratio: int) -> dict[str, Any]:
-    """Return a run file with so many attention devices."""
+    """Return a run file with ``ratio`` attention devices."""
     rows = PARTS * REQUESTS * ratio
     return {
         "model": str(model),

@@ -112,7 +112,7 @@ Guess = Callable[["Candidate"], float]
 
 
 class Search(Protocol):
-    """What planners can ask about the candidates for their problem."""
+    """Answers planners' questions about the candidates for their problem."""
 
     def scores(self, candidates: list[Candidate], rate: float | None = None) -> list[Score]:
         """Return each candidate's largest rate; given ``rate``, whether it can serve that rate."""

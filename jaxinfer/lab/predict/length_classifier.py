@@ -22,7 +22,7 @@ _KIND = "jaxinfer length classifier"
 
 
 class About(Options):
-    """What a classifier's file says about the classifier.
+    """The description of a classifier in its file.
 
     Attributes:
         model: model on whose answers the classifier was trained.

@@ -47,7 +47,7 @@ class LayerJob:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler made of a job.
+    """The compiler's result for a job.
 
     Attributes:
         collectives: kind -> (number of arrays, numbers that each device sends).

@@ -30,7 +30,7 @@ OF_DECODES = "S of KV pages: a prompt is one sequence, which one device would ke
 
 @dataclass(frozen=True)
 class LayoutQuestion:
-    """What to find out about each layout: a model, a mesh, and the steps.
+    """The subject of a study of layouts: a model, a mesh, and the steps.
 
     Attributes:
         mesh: axis -> number of devices.
@@ -83,7 +83,7 @@ class LayoutQuestion:
 
 @dataclass(frozen=True)
 class LayoutFinding:
-    """What was found about a layout in one phase, or about its head, which each step has once.
+    """The findings about a layout in one phase, or about its head, which each step has once.
 
     Attributes:
         phase: ``prefill``, ``decode`` or ``head``.

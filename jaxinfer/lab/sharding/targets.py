@@ -91,7 +91,7 @@ class CompileTarget:
 
 
 class GpuTarget(NamedTuple):
-    """What XLA asks about a GPU; memory is in bytes, and the rate in bytes per second."""
+    """The figures of a GPU that XLA asks for: memory in bytes, and the rate in bytes per second."""
 
     name: str
     capability: tuple[int, int]

@@ -32,7 +32,7 @@ Way = tuple[str, int, int]
 
 @dataclass
 class Measured:
-    """What a ledger measured, sorted by subject.
+    """The measurements in a ledger, sorted by subject.
 
     Attributes:
         steps: times of steps, by instance and number of its losses so far, in order.

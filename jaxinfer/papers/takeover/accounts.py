@@ -88,7 +88,7 @@ class InstanceClass:
 
 @dataclass(eq=False, slots=True)
 class Account:
-    """What was last known of an instance's state.
+    """The last known state of an instance.
 
     Attributes:
         legs: legs of a request that runs entirely on the instance.

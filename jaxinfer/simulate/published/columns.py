@@ -18,6 +18,10 @@ _CHOSEN_BY = {
 _LONGEST_MS = 60_000.0
 
 
+class NoRowsError(JaxinferError):
+    """A table has none of the rows that were asked for."""
+
+
 class MeasuredPoints:
     """Milliseconds at points of some axes.
 
@@ -31,6 +35,10 @@ class MeasuredPoints:
         self.path = path
         self.points, self.ms = _medians(points, ms)
 
+    def by_point(self) -> dict[tuple[float, ...], float]:
+        """Return the median times, by point."""
+        return dict(zip(map(tuple, self.points.tolist()), self.ms.tolist(), strict=True))
+
 
 def read_measured(
     path: Path, axes: Sequence[str], only: Mapping[str, object], some: Mapping[str, object]
@@ -42,7 +50,8 @@ def read_measured(
         some: column -> the value that it must have, if the file has the column.
 
     Raises:
-        JaxinferError: pyarrow is not installed, the file is not such a table, or no row matches.
+        NoRowsError: no row matches.
+        JaxinferError: pyarrow is not installed, or the file is not such a table.
     """
     table = _table(path)
     if missing := [name for name in (*axes, *only, "latency") if name not in table]:
@@ -54,7 +63,7 @@ def read_measured(
         if not left.any():
             there = ", ".join(sorted({str(each) for each in table[name][kept].tolist()}))
             by = f" (by {_CHOSEN_BY[name]})" if name in _CHOSEN_BY else ""
-            raise JaxinferError(f"{path}: no rows with {name} {value}{by}; there are {there}")
+            raise NoRowsError(f"{path}: no rows with {name} {value}{by}; there are {there}")
         kept = left
     columns = [table[name][kept].astype(float) for name in axes]
     ms = table["latency"][kept].astype(float)

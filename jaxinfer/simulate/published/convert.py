@@ -136,9 +136,10 @@ def _add_attention(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
         chunks = possible_chunks(
             chunks, partial(read, prompts), _others(wanted, card, prompts), of, card
         )
-        decodes = possible_decodes(
+        decodes, used = possible_decodes(
             decodes, partial(read, answers), _others(wanted, card, answers), of, card
         )
+        found.files += map(str, used)
     found.files += [str(chunks.path), str(decodes.path)]
     for (batch, length, _), ms in zip(chunks.points.tolist(), chunks.ms.tolist(), strict=True):
         found.chunks.setdefault((batch * length, length / 2), ms * 1e3)
@@ -166,9 +167,8 @@ def _over_layers(
     windows = {**only, "window_size": model.sliding_window}
     near = read_attention(path, axes, windows, {}, other_heads)
     share = model.windowed_layers / model.num_hidden_layers
-    windowed = dict(zip(map(tuple, near.points.tolist()), near.ms.tolist(), strict=True))
-    both = [at for at in map(tuple, read.points.tolist()) if at in windowed]
-    whole = dict(zip(map(tuple, read.points.tolist()), read.ms.tolist(), strict=True))
+    whole, windowed = read.by_point(), near.by_point()
+    both = [at for at in whole if at in windowed]
     ms = [(1 - share) * whole[at] + share * windowed[at] for at in both]
     return MeasuredPoints(path, np.array(both), np.array(ms))
 

@@ -5,8 +5,12 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxinfer.errors import JaxinferError
-from jaxinfer.simulate.published.columns import MeasuredPoints, read_measured, values_of
+from jaxinfer.simulate.published.columns import (
+    MeasuredPoints,
+    NoRowsError,
+    read_measured,
+    values_of,
+)
 
 _HEADS = "num_heads", "num_key_value_heads"
 
@@ -27,7 +31,8 @@ def read_attention(
             else the mean of the next smaller and larger numbers of query heads.
 
     Raises:
-        JaxinferError: see ``read_measured``; or the table has no such other heads either.
+        NoRowsError: see ``read_measured``; or the table has no such other heads either.
+        JaxinferError: see ``read_measured``.
     """
     others = {name: value for name, value in only.items() if name not in _HEADS}
     there = values_of(path, _HEADS, others) if other_heads else set()
@@ -50,16 +55,12 @@ def read_attention(
     below = max((each for each in alike if each < queries), default=0)
     above = min((each for each in alike if each > queries), default=0)
     if not below or not above:
-        raise JaxinferError(
+        raise NoRowsError(
             f"{path}: has neither {queries} query heads with {keys} KV heads, nor parts of them, "
             "nor numbers of query heads on both sides"
         )
-    low, high = (_by_point(read(each, keys)) for each in (below, above))
+    low, high = (read(each, keys).by_point() for each in (below, above))
     both = [at for at in low if at in high]
     share = (queries - below) / (above - below)
     ms = [(1 - share) * low[at] + share * high[at] for at in both]
     return MeasuredPoints(path, np.array(both), np.array(ms))
-
-
-def _by_point(read: MeasuredPoints) -> dict[tuple[float, ...], float]:
-    return dict(zip(map(tuple, read.points.tolist()), read.ms.tolist(), strict=True))

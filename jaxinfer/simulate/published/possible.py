@@ -3,11 +3,12 @@
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.simulate.published.columns import MeasuredPoints
+from jaxinfer.simulate.published.columns import MeasuredPoints, NoRowsError
 from jaxinfer.simulate.published.files import Card
 
 # Reads the same table of a card.
@@ -58,7 +59,7 @@ def possible_chunks(
 
 def possible_decodes(
     decodes: MeasuredPoints, read: ReadTable, others: Sequence[Card], of: AttentionSize, card: Card
-) -> MeasuredPoints:
+) -> tuple[MeasuredPoints, list[Path]]:
     """Return times of decodes' attention that the cards' bandwidths allow.
 
     If a table exceeds the peak bandwidth anywhere, its decodes take at least the time to read their
@@ -67,20 +68,24 @@ def possible_decodes(
 
     Args:
         others: other cards that have the table.
+
+    Returns:
+        The times, and the other cards' tables from which some of them are.
     """
-    ms = decodes.ms
+    ms, used = decodes.ms, []
     if not _is_read(decodes, of, card):
         ms = np.maximum(ms, 1e3 * _read_bytes(decodes, of) / card.bandwidth)
     for each in others:
         if each.flops != card.flops or each.peak_bandwidth > card.peak_bandwidth:
             continue
-        with suppress(JaxinferError):  # It may lack these heads.
+        with suppress(NoRowsError):  # It may lack these heads.
             if _is_read(found := read(each), of, each):
-                times = dict(zip(map(tuple, found.points.tolist()), found.ms.tolist(), strict=True))
-                ms = np.minimum(
-                    ms, [times.get(tuple(at), np.inf) for at in decodes.points.tolist()]
-                )
-    return MeasuredPoints(decodes.path, decodes.points, ms)
+                times = found.by_point()
+                theirs = np.array([times.get(at, np.inf) for at in decodes.by_point()])
+                if (theirs < ms).any():
+                    ms = np.minimum(ms, theirs)
+                    used.append(found.path)
+    return MeasuredPoints(decodes.path, decodes.points, ms), used
 
 
 def _is_computed(chunks: MeasuredPoints, of: AttentionSize, flops: float) -> bool:

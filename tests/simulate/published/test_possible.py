@@ -7,6 +7,7 @@ import pytest
 import yaml
 from published_cases import decodes_ms, make_card, wanted, write
 
+from jaxinfer.errors import JaxinferError
 from jaxinfer.simulate.published.convert import convert
 
 # 64 decodes of 2,048 entries; an entry has two KV heads of 128 keys and values of 2 bytes.
@@ -68,8 +69,9 @@ def test_a_card_is_not_slower_than_one_with_no_more_bandwidth(
     take_times(root, "y9_sxm", 2)
     set_numbers(root, "x9_sxm", 2e12)
     set_numbers(root, "y9_sxm", bandwidth, flops)
-    found = convert(wanted(root)).decodes[LONG]
-    assert found == pytest.approx((2 if counts else 6) * 1e3 * decodes_ms(*LONG))
+    points = convert(wanted(root))
+    assert points.decodes[LONG] == pytest.approx((2 if counts else 6) * 1e3 * decodes_ms(*LONG))
+    assert any("y9_sxm" in path for path in points.files) == counts
     other = convert(wanted(root, card="y9_sxm", kind="Y9-SXM")).decodes[LONG]
     assert other == pytest.approx(2 * 1e3 * decodes_ms(*LONG))
 
@@ -82,3 +84,17 @@ def test_a_table_beyond_its_own_peak_is_no_measure_for_other_cards(tmp_path: Pat
     set_numbers(root, "y9_sxm", 0.5 * LONG_BYTES / (decodes_ms(*LONG) * 1e-3))
     found = convert(wanted(root)).decodes[LONG]
     assert found == pytest.approx(3 * 1e3 * decodes_ms(*LONG))
+
+
+def test_a_card_without_these_heads_is_left_out_and_a_broken_table_is_not(tmp_path: Path) -> None:
+    root = make_card(tmp_path / "t")
+    make_card(root, "y9_sxm")
+    for card in ("x9_sxm", "y9_sxm"):
+        set_numbers(root, card, 2e12)
+    path = root / "y9_sxm" / "attention" / "trtllm" / "1.2.0" / "generation_attention_perf.parquet"
+    rows = pq.read_table(path).to_pylist()
+    write(path, [row | {"num_heads": 3} for row in rows])
+    assert convert(wanted(root)).decodes[LONG] == pytest.approx(1e3 * decodes_ms(*LONG))
+    path.write_bytes(b"broken")
+    with pytest.raises(JaxinferError, match="y9_sxm"):
+        convert(wanted(root))

@@ -47,7 +47,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class PeriodCourse:
-    """What happens in a period, in seconds of the trace.
+    """A period of the schedule and its events, in seconds of the trace.
 
     Attributes:
         requests: number of requests that arrive in the period.
